@@ -30,6 +30,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     tree_ancestors: Tensor | None = None  # int64 [T]; bit j: own query token j (within the row) is visible. At most 63 a row
+    plan: object | None = None  # what a backend worked out at this step's first layer, for the layers after it
 
 
 class AttentionBackend(Protocol):
@@ -54,5 +55,8 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,  # softcap * tanh(scores / softcap) before the mask (Gemma 2)
         sinks: Tensor | None = None,  # [heads] attention sink logits
     ) -> Tensor:
-        """Attention output [T, heads, head_dim]; tokens past metadata.num_tokens are undefined but finite."""
+        """Attention output [T, heads, head_dim]; tokens past metadata.num_tokens are undefined but finite.
+
+        Pages hold whatever their last tenant left, in its dtype: bytes past a row's seq_lens may read as NaN or infinity
+        and must not reach the output."""
         ...
