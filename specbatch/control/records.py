@@ -52,7 +52,8 @@ class StepStats:
 class AcceptanceSample:
     """Acceptance counts of one (shard, method) since the last observation, as the core drains them.
 
-    Position j (0-based) of `offered` counts rounds in which j drafts before it were accepted and one was proposed there.
+    Position j (0-based) of `offered` counts rounds in which j drafts before it were accepted and one was proposed
+    there.
     """
 
     shard: int

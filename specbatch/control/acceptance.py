@@ -1,0 +1,356 @@
+"""How much of what a speculator proposes is accepted: counts, decayed, by shard, method, k in force and draft position.
+
+Owns the estimates and their uncertainty. Knows nothing of time, cost or the choice.
+
+p_j is the chance that draft j is accepted given that those before it were; a row-step that proposes k drafts commits
+E_k = 1 + sum_j prod_{i<=j} p_i tokens. One number alpha for all positions would misprice an n-gram proposer (first
+position 0.1, later ones 0.8), and whether it has a proposal at all is a variable of its own, `match`.
+
+Counts are kept by the k they were made under. Acceptance comes in runs, and a larger k swallows a run in fewer rounds,
+so the p_j seen at k = 8 are not those of k = 2. What was counted at a k decides for that k; the other k lend it a prior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from specbatch.control.records import (
+    METHOD_DRAFT,
+    METHOD_DRAFT_SHADOW,
+    METHOD_NGRAM,
+    METHOD_NGRAM_SHADOW,
+    AcceptanceSample,
+)
+
+SHADOWS: Final = {METHOD_NGRAM_SHADOW: METHOD_NGRAM, METHOD_DRAFT_SHADOW: METHOD_DRAFT}
+EARLIER_SHARDS: Final = 16.0  # pseudo-counts what earlier shards found is worth in a new one
+OTHER_K: Final = 24.0  # pseudo-counts what other k found is worth
+NEXT_POSITION: Final = 4.0  # pseudo-counts p_{j-1} is worth for p_j
+OVERDISPERSION: Final = 2.0  # rounds of one row are alike: variances are this much above binomial
+FAST_ROUNDS: Final = 256.0
+SLOW_ROUNDS: Final = 8192.0
+CHANGE_Z: Final = 4.0  # standard errors between the fast and the slow memory that count as a change
+
+DEFAULT_MATCH: Final = {METHOD_NGRAM: 0.35}
+DEFAULT_FIRST: Final = {METHOD_NGRAM: 0.45}
+DEFAULT_ACCEPT: Final = 0.65
+NGRAM_LATER: Final = 0.7  # a match that held once tends to hold: what to expect of its second position
+
+
+def expected_tokens(accept: Sequence[float], k: int) -> float:
+    """Committed tokens of a round that proposes k drafts: E_k; accept[j] = p_{j+1}, the last one repeated."""
+    total, product = 1.0, 1.0
+    for j in range(k):
+        product *= accept[min(j, len(accept) - 1)]
+        total += product
+    return total
+
+
+def chain_counts(hits: Sequence[bool], k: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Rounds, offered and accepted a speculator of k drafts would have had over tokens that exist already.
+
+    hits[t]: the speculator, given the true tokens before t, proposes token t. A round accepts the hits up to the first
+    miss or to k, then one more token comes from the target, as in a real round.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    rounds, t = 0, 0
+    offered, accepted = [0] * k, [0] * k
+    while t < len(hits):
+        rounds += 1
+        for j in range(k):
+            if t >= len(hits):
+                break
+            offered[j] += 1
+            t += 1
+            if not hits[t - 1]:
+                break
+            accepted[j] += 1
+        else:
+            t += 1  # the bonus token after full acceptance
+    return rounds, tuple(offered), tuple(accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Posterior of one shard and method at one k."""
+
+    match: float  # chance that there is a proposal
+    match_count: float  # rounds (and pseudo-rounds) behind it
+    accept: tuple[float, ...]  # [k] p_j, means
+    count: tuple[float, ...]  # [k] offers (and pseudo-offers) behind each
+    evidence: float  # rounds really counted, decayed, at any k
+
+    @property
+    def k(self) -> int:
+        return len(self.accept)
+
+    def tokens(self) -> float:
+        """Expected committed tokens a row-step, row-steps without a proposal included."""
+        return 1.0 + self.match * (expected_tokens(self.accept, self.k) - 1.0) if self.accept else 1.0
+
+    def tokens_sd(self) -> float:
+        """Standard deviation of `tokens` from what is not known yet (delta method)."""
+        gain = expected_tokens(self.accept, self.k) - 1.0
+        variance = gain * gain * _beta_variance(self.match, self.match_count)
+        tail, prefix = 0.0, []
+        product = 1.0
+        for p in self.accept:
+            product *= p
+            prefix.append(product)
+        for j in range(self.k - 1, -1, -1):
+            tail += prefix[j]
+            slope = self.match * tail / max(self.accept[j], 1e-6)
+            variance += slope * slope * _beta_variance(self.accept[j], self.count[j])
+        return math.sqrt(variance)
+
+    def interval(self, position: int, mass: float = 0.9) -> tuple[float, float]:
+        """Equal-tailed credible interval of p_{position + 1}."""
+        n = self.count[position] / OVERDISPERSION
+        return beta_interval(self.accept[position] * n, (1.0 - self.accept[position]) * n, mass)
+
+
+class _Counts:
+    """Decayed counts of one (shard, method, k)."""
+
+    __slots__ = ("accepted", "offered", "proposed", "rounds")
+
+    def __init__(self, k: int) -> None:
+        self.rounds = 0.0
+        self.proposed = 0.0
+        self.offered = [0.0] * k
+        self.accepted = [0.0] * k
+
+    def decay(self, factor: float) -> None:
+        self.rounds *= factor
+        self.proposed *= factor
+        self.offered = [v * factor for v in self.offered]
+        self.accepted = [v * factor for v in self.accepted]
+
+    def add(self, sample: AcceptanceSample) -> None:
+        self.rounds += sample.rounds
+        self.proposed += sample.proposed
+        for j in range(min(len(self.offered), len(sample.offered))):
+            self.offered[j] += sample.offered[j]
+            self.accepted[j] += sample.accepted[j]
+
+    def merge(self, other: _Counts) -> None:
+        while len(self.offered) < len(other.offered):
+            self.offered.append(0.0)
+            self.accepted.append(0.0)
+        self.rounds += other.rounds
+        self.proposed += other.proposed
+        for j, (n, a) in enumerate(zip(other.offered, other.accepted, strict=True)):
+            self.offered[j] += n
+            self.accepted[j] += a
+
+    def copy(self) -> _Counts:
+        twin = _Counts(len(self.offered))
+        twin.merge(self)
+        return twin
+
+
+class _Track:
+    """One (shard, method): a slow memory by k, a fast one that notices change, and the prior it was born with."""
+
+    def __init__(self, prior: _Counts) -> None:
+        self.prior = prior
+        self.slow: dict[int, _Counts] = {}
+        self.fast: dict[int, _Counts] = {}
+        self.changes = 0
+
+    def add(self, k: int, sample: AcceptanceSample) -> None:
+        for memory, half_life in ((self.slow, SLOW_ROUNDS), (self.fast, FAST_ROUNDS)):
+            factor = 0.5 ** (sample.rounds / half_life)
+            for counts in memory.values():
+                counts.decay(factor)
+            memory.setdefault(k, _Counts(k)).add(sample)
+        if self._changed(k):
+            self.changes += 1
+            self.slow = {k: self.fast[k].copy()}
+
+    def _changed(self, k: int) -> bool:
+        """Whether lately the first position (a match counted in) accepts otherwise than over the long run."""
+        slow, fast = self.slow[k], self.fast[k]
+        if fast.rounds < 48 or slow.rounds < 2 * fast.rounds:
+            return False
+        old_rounds = slow.rounds - fast.rounds
+        new = fast.accepted[0] / fast.rounds
+        old = max(slow.accepted[0] - fast.accepted[0], 0.0) / old_rounds
+        mean = min(max(slow.accepted[0] / slow.rounds, 0.02), 0.98)
+        spread = OVERDISPERSION * mean * (1 - mean) * (1 / fast.rounds + 1 / old_rounds)
+        return abs(new - old) > CHANGE_Z * math.sqrt(spread)
+
+
+class AcceptanceBook:
+    """Acceptance of every shard and method. Counts only what was really proposed and committed."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[tuple[int, int], _Track] = {}
+        self._pool: dict[int, _Counts] = {}  # all shards, by method; a new shard's prior is a snapshot of it
+        self.version = 0
+
+    def add(self, sample: AcceptanceSample, k: int) -> None:
+        """Counts drained since the last call; k: the num_speculative_tokens in force (a shadow: its own k)."""
+        if sample.rounds <= 0 or k < 1:
+            return
+        self.version += 1
+        method = SHADOWS.get(sample.method, sample.method)
+        self._track(sample.shard, method).add(k, sample)
+        pool = self._pool.setdefault(method, _Counts(0))
+        pool.decay(0.5 ** (sample.rounds / (4 * SLOW_ROUNDS)))
+        fresh = _Counts(k)
+        fresh.add(sample)
+        pool.merge(fresh)
+
+    def estimate(self, shard: int, method: int, k: int) -> Acceptance:
+        """The posterior for `shard`, `method` at k; a shard never seen gets the prior."""
+        track = self._tracks.get((shard, method))
+        prior = track.prior if track is not None else self._pool.get(method)
+        own = track.slow.get(k) if track is not None else None
+        others = _Counts(0)
+        if track is not None:
+            for other_k, counts in track.slow.items():
+                if other_k != k:
+                    others.merge(counts)
+        match, match_count = _layers(
+            DEFAULT_MATCH.get(method, 0.98),
+            2.0,
+            (prior.proposed, prior.rounds, EARLIER_SHARDS) if prior is not None else None,
+            (others.proposed, others.rounds, OTHER_K),
+            (own.proposed, own.rounds, math.inf) if own is not None else None,
+        )
+        accept, count = [], []
+        before, strength = DEFAULT_FIRST.get(method, DEFAULT_ACCEPT), 2.0
+        for j in range(k):
+            if j == 1 and method == METHOD_NGRAM:
+                before, strength = max(before, NGRAM_LATER), 2.0
+            mean, n = _layers(
+                before,
+                strength,
+                _at(prior, j, EARLIER_SHARDS),
+                _at(others, j, OTHER_K),
+                _at(own, j, math.inf),
+            )
+            accept.append(mean)
+            count.append(n)
+            before, strength = mean, NEXT_POSITION
+        evidence = sum(c.rounds for c in track.slow.values()) if track is not None else 0.0
+        return Acceptance(match, match_count, tuple(accept), tuple(count), evidence)
+
+    def evidence(self, shard: int, method: int) -> float:
+        """Rounds counted for the shard and method, decayed."""
+        track = self._tracks.get((shard, method))
+        return sum(c.rounds for c in track.slow.values()) if track is not None else 0.0
+
+    def changes(self, shard: int, method: int) -> int:
+        """How often acceptance was found to have changed within the shard."""
+        track = self._tracks.get((shard, method))
+        return track.changes if track is not None else 0
+
+    def fade(self, shard: int, method: int, factor: float) -> None:
+        """Trust old counts less; for a method that is not in use while its shard goes on."""
+        track = self._tracks.get((shard, method))
+        if track is not None:
+            for counts in (*track.slow.values(), *track.fast.values()):
+                counts.decay(factor)
+
+    def forget(self, shard: int) -> None:
+        """Drop a finished shard; what it taught stays in the prior of shards to come."""
+        for key in [key for key in self._tracks if key[0] == shard]:
+            del self._tracks[key]
+
+    def to_json(self) -> dict[str, Any]:
+        """The pooled counts: the prior the next run may start from."""
+        return {
+            str(method): {"rounds": c.rounds, "proposed": c.proposed, "offered": c.offered, "accepted": c.accepted}
+            for method, c in sorted(self._pool.items())
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> AcceptanceBook:
+        """A book whose prior is an earlier run's. Raises KeyError or ValueError on other data."""
+        book = cls()
+        for method, values in data.items():
+            counts = _Counts(len(values["offered"]))
+            counts.rounds, counts.proposed = float(values["rounds"]), float(values["proposed"])
+            counts.offered = [float(v) for v in values["offered"]]
+            counts.accepted = [float(v) for v in values["accepted"]]
+            book._pool[int(method)] = counts
+        return book
+
+    def _track(self, shard: int, method: int) -> _Track:
+        track = self._tracks.get((shard, method))
+        if track is None:
+            pool = self._pool.get(method)
+            track = self._tracks[shard, method] = _Track(pool.copy() if pool is not None else _Counts(0))
+        return track
+
+
+def _at(counts: _Counts | None, position: int, cap: float) -> tuple[float, float, float] | None:
+    if counts is None or position >= len(counts.offered):
+        return None
+    return counts.accepted[position], counts.offered[position], cap
+
+
+def _layers(mean: float, strength: float, *layers: tuple[float, float, float] | None) -> tuple[float, float]:
+    """Beta mean and pseudo-count after layers of (successes, trials, most pseudo-counts the layer may hand on)."""
+    for layer in layers:
+        if layer is None or layer[1] <= 0.0:
+            continue
+        successes, trials, cap = layer
+        mean = (mean * strength + successes) / (strength + trials)
+        strength = min(strength + trials, cap) if cap > strength else min(strength + trials, strength)
+    return mean, strength
+
+
+def _beta_variance(mean: float, count: float) -> float:
+    return OVERDISPERSION * mean * (1.0 - mean) / (count + 1.0)
+
+
+@lru_cache(maxsize=4096)
+def beta_interval(a: float, b: float, mass: float = 0.9) -> tuple[float, float]:
+    """Equal-tailed interval holding `mass` of Beta(a, b), by bisection of the regularised incomplete beta function."""
+    a, b = max(a, 1e-3), max(b, 1e-3)
+    return _beta_quantile(a, b, (1.0 - mass) / 2), _beta_quantile(a, b, (1.0 + mass) / 2)
+
+
+def _beta_quantile(a: float, b: float, mass: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if beta_cdf(middle, a, b) < mass:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def beta_cdf(x: float, a: float, b: float) -> float:
+    """Regularised incomplete beta function I_x(a, b) by its continued fraction (DLMF 8.17.22, modified Lentz)."""
+    if x <= 0.0 or x >= 1.0:
+        return 0.0 if x <= 0.0 else 1.0
+    if x > (a + 1.0) / (a + b + 2.0):
+        return 1.0 - beta_cdf(1.0 - x, b, a)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    tiny = 1e-300
+    c, d = 1.0, 1.0 - (a + b) * x / (a + 1.0)
+    d = 1.0 / (d if abs(d) > tiny else tiny)
+    value = d
+    for m in range(1, 300):
+        for numerator in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1.0 + numerator * d
+            d = 1.0 / (d if abs(d) > tiny else tiny)
+            c = 1.0 + numerator / c
+            c = c if abs(c) > tiny else tiny
+            value *= c * d
+        if abs(c * d - 1.0) < 1e-12:
+            break
+    return front * value
