@@ -25,6 +25,7 @@ class RequestBatch:
     prompt_values: NDArray[np.int32]
     prompt_offsets: NDArray[np.int64]  # [n + 1]
     params: SamplingParams | Sequence[SamplingParams]  # one for all, or one a request
+    seeds: NDArray[np.int64] | None = None  # [n] seed of each request; goes before params.seed, which it spares
 
     def __len__(self) -> int:
         return len(self.request_id)
