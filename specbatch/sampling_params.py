@@ -37,7 +37,8 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
         for name in ("max_tokens", "top_k", "min_tokens"):
-            check(isinstance(getattr(self, name), int) and not isinstance(getattr(self, name), bool), name, "an integer")
+            value = getattr(self, name)
+            check(isinstance(value, int) and not isinstance(value, bool), name, "an integer")
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, float):
