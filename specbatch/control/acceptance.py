@@ -6,8 +6,9 @@ p_j is the chance that draft j is accepted given that those before it were; a ro
 E_k = 1 + sum_j prod_{i<=j} p_i tokens. One number alpha for all positions would misprice an n-gram proposer (first
 position 0.1, later ones 0.8), and whether it has a proposal at all is a variable of its own, `match`.
 
-Counts are kept by the k they were made under. Acceptance comes in runs, and a larger k swallows a run in fewer rounds,
-so the p_j seen at k = 8 are not those of k = 2. What was counted at a k decides for that k; the other k lend it a prior.
+Counts are kept by the k they were made under. Acceptance comes in runs, and a larger k swallows a run in fewer
+rounds, so the p_j seen at k = 8 are not those of k = 2. What was counted at a k decides for that k; the other k lend
+it a prior.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Observation:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts and numbers; floats survive exactly."""
-        return _to_json(self)
+        return _fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Observation:
@@ -161,7 +161,7 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts and numbers; floats survive exactly."""
-        return _to_json(self)
+        return _fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
@@ -190,7 +190,7 @@ class StepTimer:
     """Sums step timings by like steps, so that a step costs a dictionary look-up and an observation stays short."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, int, int, int], list[float]] = {}
+        self._sums: dict[tuple[int, int, int, int], list[float]] = {}  # counts stay ints, seconds are floats
 
     def add(
         self,
@@ -214,16 +214,30 @@ class StepTimer:
     def drain(self) -> tuple[StepStats, ...]:
         """The sums since the last call, in the order the groups were first seen."""
         stats = tuple(
-            StepStats(kind, method, k, *(int(v) for v in sums[:6]), sums[6], sums[7])
+            StepStats(
+                kind=kind,
+                method=method,
+                k=k,
+                steps=int(sums[0]),
+                rows=int(sums[1]),
+                tokens=int(sums[2]),
+                context=int(sums[3]),
+                draft_rows=int(sums[4]),
+                draft_tokens=int(sums[5]),
+                seconds=sums[6],
+                draft_seconds=sums[7],
+            )
             for (kind, method, k, _), sums in self._sums.items()
         )
         self._sums.clear()
         return stats
 
 
-def _to_json(record: Any) -> Any:
-    if isinstance(record, tuple):
-        return [_to_json(item) for item in record]
-    if hasattr(record, "__dataclass_fields__"):
-        return {f.name: _to_json(getattr(record, f.name)) for f in fields(record)}
-    return record
+def _fields(record: Any) -> dict[str, Any]:
+    return {f.name: _plain(getattr(record, f.name)) for f in fields(record)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return _fields(value) if hasattr(value, "__dataclass_fields__") else value
