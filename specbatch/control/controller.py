@@ -72,6 +72,7 @@ class FixedPolicy:
             shards=shards,
             shadow_ngram=0,
             probe_draft_rows=0,
+            probe_draft_k=0,
             max_rows=0,
             changed=not self._decided,
             reason=reason,

@@ -1,0 +1,327 @@
+"""Rows of a workload behind a plain scheduler, in numpy: admission, a two-tenant pool, ragged steps, preemption.
+
+A stand-in for the real scheduler that needs no compiled code. It keeps the rules that matter to a policy (draft pages
+are a cache that leaves first, a gap in the draft's KV is filled before it drafts, k is cut near a row's end) and none
+of those that do not (page identities, prefix sharing, token ids).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.control.acceptance import chain_counts
+from specbatch.control.records import (
+    METHOD_DRAFT,
+    METHOD_DRAFT_SHADOW,
+    METHOD_NGRAM,
+    METHOD_NGRAM_SHADOW,
+    METHOD_NONE,
+    STEP_DECODE,
+    STEP_DRAFT_PREFILL,
+    STEP_PREFILL,
+    AcceptanceSample,
+    Decision,
+    ShardRows,
+)
+from specbatch.control.simulate import SimStep, Workload, runs
+
+MAX_K = 16
+
+
+class PlainRows:
+    """See Rows. Sizes in tokens; `pages` counts pages of block_size target tokens."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        pages: int,
+        max_num_seqs: int,
+        block_size: int = 16,
+        draft_kv_ratio: float = 0.0,  # draft KV bytes a token over target KV bytes a token
+        token_budget: int = 8192,
+        static_draft_share: bool = False,  # the draft's pages are set aside for good, as engines without tenants do
+        feed: int = 1 << 30,  # rows queued at a time, as a job feeds an engine
+    ) -> None:
+        self.work = workload
+        self.block_size = block_size
+        self.ratio = draft_kv_ratio
+        self.pages = int(pages / (1.0 + draft_kv_ratio)) if static_draft_share else pages
+        self.static = static_draft_share
+        self.max_num_seqs = max_num_seqs
+        self.max_rows = max_num_seqs
+        self.token_budget = token_budget
+        self.feed = feed
+        self.draft_runs = runs(workload.draft_hits)
+        self.ngram_runs = np.where(workload.ngram_match, runs(workload.ngram_hits)[:, :-1], 0)
+        count = len(workload)
+        self.produced = np.zeros(count, dtype=np.int64)
+        self.draft_seen = np.full(count, -1, dtype=np.int64)  # tokens in the draft's KV; -1: no table
+        self.shadow_open = np.zeros(count, dtype=np.int64)  # position at which the row's next shadow round starts
+        self.waiting: deque[int] = deque(range(count))
+        self.prefilled: set[int] = set()
+        self.running: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.default = (METHOD_NONE, 0)
+        self.modes: dict[int, tuple[int, int]] = {}
+        self.shadow_k = 0
+        self.counts: dict[tuple[int, int], list[Any]] = {}
+        self.finished = [0, 0, 0]
+        self.preempted = self.dropped = 0
+
+    # -- what a policy sees and does ------------------------------------------------------------------------------
+
+    def load(self) -> tuple[int, int]:
+        return len(self.running), min(len(self.waiting), self.feed)
+
+    def apply(self, decision: Decision) -> None:
+        self.default = (decision.method, decision.k)
+        self.modes = {s.shard: (s.method, s.k) for s in decision.shards}
+        self.shadow_k = decision.shadow_ngram
+        if decision.max_rows:
+            self.max_rows = min(decision.max_rows, self.max_num_seqs)
+        shards = self.work.shard[self.running]
+        for shard in np.unique(shards):
+            if self._mode(int(shard))[0] != METHOD_DRAFT:
+                self.draft_seen[self.running[shards == shard]] = -1
+
+    def observe(self) -> dict[str, Any]:
+        rows = self.running
+        waiting = np.fromiter(self.waiting, dtype=np.int64, count=len(self.waiting))[: self.feed]
+        shards = tuple(
+            ShardRows(int(s), int((self.work.shard[rows] == s).sum()), int((self.work.shard[waiting] == s).sum()))
+            for s in np.unique(np.concatenate([self.work.shard[rows], self.work.shard[waiting]]))
+        )
+        some = rows if len(rows) else waiting
+        context = self.work.prompt[some] + self.produced[some]
+        target, draft = self._pages_in_use()
+        values: dict[str, Any] = {
+            "running": len(rows),
+            "waiting": len(waiting),
+            "shards": shards,
+            "mean_context": float(context.mean()) if len(some) else 0.0,
+            "mean_prompt": float(self.work.prompt[some].mean()) if len(some) else 0.0,
+            "mean_limit": float(self.work.max_tokens - self.produced[some].mean()) if len(some) else 0.0,
+            "free_pages": self.pages - target - draft,
+            "total_pages": self.pages,
+            "target_pages": target,
+            "draft_pages": draft,
+            "max_num_seqs": self.max_num_seqs,
+            "finished_rows": self.finished[0],
+            "finished_prompt_tokens": self.finished[1],
+            "finished_output_tokens": self.finished[2],
+            "preempted": self.preempted,
+            "draft_dropped": self.dropped,
+        }
+        self.finished, self.preempted, self.dropped = [0, 0, 0], 0, 0
+        return values
+
+    def take_acceptance(self) -> tuple[AcceptanceSample, ...]:
+        samples = tuple(
+            AcceptanceSample(shard, method, c[0], c[1], tuple(map(int, c[2])), tuple(map(int, c[3])), c[4])
+            for (shard, method), c in self.counts.items()
+        )
+        self.counts.clear()
+        return samples
+
+    def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int]:
+        samples, tokens = [], 0
+        for row in self.running[-rows:]:
+            done = int(self.produced[row])
+            if done:
+                rounds, offered, accepted = chain_counts(self.work.draft_hits[row, :done].tolist(), k)
+                shard = int(self.work.shard[row])
+                samples.append(AcceptanceSample(shard, METHOD_DRAFT_SHADOW, rounds, rounds, offered, accepted))
+                tokens += int(self.work.prompt[row]) + done
+        return tuple(samples), tokens
+
+    # -- the scheduler --------------------------------------------------------------------------------------------
+
+    def step(self) -> SimStep | None:
+        admitted = self._admit()
+        if admitted is not None:
+            return admitted
+        if not len(self.running):
+            return None
+        return self._catch_up() or self._decode()
+
+    def _mode(self, shard: int) -> tuple[int, int]:
+        return self.modes.get(shard, self.default)
+
+    def _blocks(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        return -(-tokens // self.block_size)
+
+    def _pages_in_use(self) -> tuple[int, int]:
+        rows = self.running
+        target = int(self._blocks(self.work.prompt[rows] + self.produced[rows] + 1).sum())
+        if self.static or not self.ratio:
+            return target, 0
+        seen = self.draft_seen[rows]
+        return target, int(self._blocks(np.ceil(np.maximum(seen, 0) * self.ratio).astype(np.int64)).sum())
+
+    def _admit(self) -> SimStep | None:
+        """Prefill waiting rows, one step of at most token_budget tokens; None when none fits."""
+        target, draft = self._pages_in_use()
+        free = self.pages - target - draft
+        rows: list[int] = []
+        tokens = 0
+        while self.waiting and len(self.running) + len(rows) < self.max_rows:
+            row = self.waiting[0]
+            length = int(self.work.prompt[row] + self.produced[row])
+            need = -(-(length + 1) // self.block_size) + 1  # room for a page to grow into
+            if need > free or (rows and tokens + length > self.token_budget):
+                break
+            free -= need
+            tokens += length
+            rows.append(self.waiting.popleft())
+        if not rows:
+            return None
+        self.running = np.concatenate([self.running, np.array(rows, dtype=np.int64)])
+        self.shadow_open[rows] = self.produced[rows]
+        return SimStep(STEP_PREFILL, rows=len(rows), tokens=tokens, context=tokens)
+
+    def _drafting(self) -> NDArray[np.bool_]:
+        """[running] rows whose shard is in draft mode and that have room to draft."""
+        rows = self.running
+        wanted = np.zeros(len(rows), dtype=np.bool_)
+        for shard in np.unique(self.work.shard[rows]):
+            method, k = self._mode(int(shard))
+            if method == METHOD_DRAFT and k:
+                wanted |= self.work.shard[rows] == shard
+        return wanted & (self.work.max_tokens - self.produced[rows] > 1)
+
+    def _catch_up(self) -> SimStep | None:
+        """Give rows that should draft a table and fill the gap in their draft KV, as far as pages and budget go."""
+        rows = self.running
+        length = self.work.prompt[rows] + self.produced[rows]
+        behind = self._drafting() & (self.draft_seen[rows] < 0)
+        if not behind.any():
+            return None
+        target, draft = self._pages_in_use()
+        free = self.pages - target - draft - len(rows)
+        pages = self._blocks(np.ceil(length * self.ratio).astype(np.int64)) if self.ratio and not self.static else 0
+        chosen, tokens = [], 0
+        need = np.broadcast_to(np.asarray(pages), rows.shape)
+        for i in np.flatnonzero(behind):
+            if need[i] > free or (chosen and tokens + length[i] > self.token_budget):
+                continue
+            free -= int(need[i])
+            tokens += int(length[i])
+            chosen.append(i)
+        if not chosen:
+            return None
+        picked = rows[chosen]
+        self.draft_seen[picked] = self.work.prompt[picked] + self.produced[picked]
+        return SimStep(STEP_DRAFT_PREFILL, METHOD_DRAFT, rows=len(chosen), tokens=tokens, context=tokens // 2)
+
+    def _reserve(self, extra: int) -> None:
+        """Room for this step's tokens: drop draft tables first, youngest row first, then preempt the youngest."""
+        while len(self.running) > 1:
+            target, draft = self._pages_in_use()
+            if target + draft + extra <= self.pages:
+                return
+            tables = np.flatnonzero(self.draft_seen[self.running] >= 0)
+            if self.ratio and not self.static and len(tables):
+                self.draft_seen[self.running[tables[-max(1, len(tables) // 16) :]]] = -1
+                self.dropped += 1
+                continue
+            row = int(self.running[-1])
+            self.running = self.running[:-1]
+            self.draft_seen[row] = -1
+            self.waiting.appendleft(row)
+            self.preempted += 1
+
+    def _decode(self) -> SimStep:
+        self._reserve(0)
+        rows = self.running
+        work, at = self.work, self.produced[rows]
+        shards = work.shard[rows]
+        left = work.max_tokens - at
+        drafts = np.zeros(len(rows), dtype=np.int64)
+        hits = np.zeros(len(rows), dtype=np.int64)
+        method_of = np.zeros(len(rows), dtype=np.int64)
+        for shard in np.unique(shards):
+            method, k = self._mode(int(shard))
+            mine = shards == shard
+            method_of[mine] = method
+            if method == METHOD_DRAFT:
+                usable = mine & (self.draft_seen[rows] >= 0)
+                drafts[usable] = np.minimum(k, left[usable] - 1)
+                hits[usable] = self.draft_runs[rows[usable], at[usable]]
+            elif method == METHOD_NGRAM:
+                usable = mine & work.ngram_match[rows, at]
+                drafts[usable] = np.minimum(k, left[usable] - 1)
+                hits[usable] = self.ngram_runs[rows[usable], at[usable]]
+        accepted = np.minimum(drafts, hits)
+        committed = np.minimum(accepted + 1, work.output[rows] - at)
+        context = work.prompt[rows] + at
+        drafting = (method_of == METHOD_DRAFT) & (drafts > 0)
+        most = int(drafts.max())
+        step = SimStep(
+            STEP_DECODE,
+            int(method_of[drafts.argmax()]) if most else METHOD_NONE,
+            most,
+            rows=len(rows),
+            tokens=int(len(rows) + drafts.sum()),
+            context=int((context + 1 + drafts).sum()),
+            draft_rows=int((drafts > 0).sum()),
+            draft_tokens=int(drafts.sum()),
+            draft_context=int(context[drafting].sum()),
+            draft_passes=[int(((drafts > j) & drafting).sum()) for j in range(most) if drafting.any()],
+        )
+        self._count(shards, method_of, drafts, np.minimum(accepted, committed), committed)
+        self._shadow(rows, shards, at, committed)
+        self.produced[rows] += committed
+        self.draft_seen[rows] = np.where(self.draft_seen[rows] >= 0, context + committed, -1)
+        ended = self.produced[rows] >= work.output[rows]
+        if ended.any():
+            gone = rows[ended]
+            self.finished[0] += len(gone)
+            self.finished[1] += int(work.prompt[gone].sum())
+            self.finished[2] += int(work.output[gone].sum())
+            self.running = rows[~ended]
+        return step
+
+    def _count(self, shards: Any, methods: Any, drafts: Any, accepted: Any, committed: Any) -> None:
+        for shard in np.unique(shards):
+            method, k = self._mode(int(shard))
+            if method == METHOD_NONE or not k:
+                continue
+            mine = shards == shard
+            line = self.counts.setdefault((int(shard), method), _line())
+            line[0] += int(mine.sum())
+            line[1] += int((drafts[mine] > 0).sum())
+            for j in range(k):
+                # a row that ended inside its accepted run was not offered the next position
+                reached = (drafts[mine] > j) & (accepted[mine] >= j) & (committed[mine] > j)
+                line[2][j] += int(reached.sum())
+                line[3][j] += int((reached & (accepted[mine] > j)).sum())
+            line[4] += int(committed[mine].sum())
+
+    def _shadow(self, rows: Any, shards: Any, at: Any, committed: Any) -> None:
+        """Score n-gram rounds of shadow_k drafts over the tokens being committed, as real rounds would have gone."""
+        if not self.shadow_k:
+            return
+        for i, row in enumerate(rows):
+            end = int(at[i] + committed[i])
+            start = max(int(self.shadow_open[row]), int(at[i]) if self.shadow_open[row] < at[i] else 0)
+            while start < end:
+                match = bool(self.work.ngram_match[row, start])
+                hits = min(self.shadow_k, int(self.ngram_runs[row, start])) if match else 0
+                line = self.counts.setdefault((int(shards[i]), METHOD_NGRAM_SHADOW), _line())
+                line[0] += 1
+                line[1] += match
+                for j in range(self.shadow_k if match else 0):
+                    if hits < j:
+                        break
+                    line[2][j] += 1
+                    line[3][j] += hits > j
+                start += hits + 1
+            self.shadow_open[row] = start
+
+
+def _line() -> list[Any]:
+    return [0, 0, np.zeros(MAX_K, dtype=np.int64), np.zeros(MAX_K, dtype=np.int64), 0]
