@@ -98,7 +98,7 @@ class EngineOptions:
         refuse(self.draft_model is not None and self.speculate in ("off", "ngram"),
                f"draft_model has no effect with speculate {self.speculate!r}")  # fmt: skip
         refuse(self.draft_model is not None and self.model is None,
-               "draft_model needs model: the built-in model brings its own draft")  # fmt: skip
+               "draft_model needs a target of your own: the built-in model brings its draft")  # fmt: skip
         k = self.num_speculative_tokens
         refuse(self.speculate == "off" and k not in (None, 0),
                f"num_speculative_tokens {k} has no effect with speculate 'off'")  # fmt: skip
