@@ -1,26 +1,38 @@
-"""Logits to token ids: processing, greedy choice and keyed Gumbel sampling of packed logits [L, vocab].
+"""Logits to token ids: greedy choice and keyed Gumbel sampling over packed logits [L, vocab].
 
 Knows nothing of drafts, KV or scheduling: a logit belongs to a row and stands at a position, no more. Two ways
-compute the same: a static one (any device, fixed shapes, no host sync: fit for a CUDA graph) and, on a CPU, one
-that works row group by row group and only on the candidates that top-k, top-p or min-p may leave.
+choose the same tokens: a static one (any device, fixed shapes, no host sync: fit for a CUDA graph), and on a CPU
+one that treats greedy, truncated and open rows apart and draws noise only for candidates that may still win.
 
 Order of processing: logit bias; repetition, then presence and frequency penalties; stop tokens held back by
 min_tokens; temperature; top-k, top-p and min-p, each over what the one before left. A truncation keeps or drops equal
-logits together, so it does not depend on any order of the vocabulary. Greedy ties go to the lowest id.
+logits together, so nothing hangs on the order of the vocabulary. Ties of the choice itself go to the lowest id.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.engine.logits import (
+    adjust_logits,
+    exp_sum,
+    largest,
+    temperature_of,
+    truncate,
+    truncation_floor,
+    truncations,
+)
 from specbatch.engine.rng import Purpose, gumbel_at, stream_keys
 from specbatch.engine.sampling_state import RowParams
 
-_CHUNK = 8  # rows of noise made at once on a CPU: what fits its cache
+_CHUNK = 8  # rows whose noise is made at once on a CPU: what fits its cache
+_CANDIDATES = (64, 512)  # how many of the largest logits to look at before taking all
+_WIDE_TOP_P = 0.5  # from here on a nucleus wider than that is searched from the noise
 
 
 @dataclass(slots=True)
@@ -39,11 +51,10 @@ def row_of_logit(start_loc: Tensor, num_logits: int) -> Tensor:
 
 
 def draft_prefix(input_ids: Tensor, query_start_loc: Tensor, row_index: Tensor, width: int) -> Tensor:
-    """The row's own drafts that stand before each packed token: int32 [T, width - 1], padded with -1.
+    """The row's own drafts that stand before each packed token's logits: int32 [T, width - 1], padded with -1.
 
-    Token j of a decode row (0 is the last committed one, counted already) has drafts 1..j behind it, itself included:
-    the logits at j come after all of them. input_ids [T], row_index int64 [T] from `row_of_logit`; width is
-    the most tokens a row may have.
+    Token 0 of a decode row is the last committed one, counted already; the logits at token j come after drafts 1..j.
+    input_ids [T], row_index int64 [T] from `row_of_logit`; width: the most tokens a row may have.
     """
     start = query_start_loc[:-1].to(torch.int64)[row_index][:, None]
     token = torch.arange(input_ids.shape[0], device=input_ids.device)[:, None]
@@ -53,21 +64,18 @@ def draft_prefix(input_ids: Tensor, query_start_loc: Tensor, row_index: Tensor, 
 
 
 def tree_prefix(input_ids: Tensor, query_start_loc: Tensor, row_index: Tensor, parents: Tensor, width: int) -> Tensor:
-    """As `draft_prefix` for trees: the ancestors of each node, itself included, without the root.
+    """As `draft_prefix` for trees: each node and its ancestors, without the root; in no order that matters.
 
     parents int32 [T]: index of a node's parent within its row, -1 for the root; width: most nodes from root to leaf.
     """
     start = query_start_loc[:-1].to(torch.int64)[row_index]
     node = torch.arange(input_ids.shape[0], device=input_ids.device)
-    columns = []
-    for _ in range(width - 1):
+    prefix = input_ids.new_full((input_ids.shape[0], width - 1), -1)
+    for column in range(width - 1):
         parent = parents[node].to(torch.int64)
-        inside = parent >= 0
-        columns.append(torch.where(inside, input_ids[node], -1))
-        node = torch.where(inside, start + parent, node)
-    if not columns:
-        return input_ids.new_zeros((input_ids.shape[0], 0))
-    return torch.stack(columns, dim=1)
+        prefix[:, column] = torch.where(parent >= 0, input_ids[node], -1)
+        node = torch.where(parent >= 0, start + parent, node)
+    return prefix
 
 
 def sample(
@@ -77,31 +85,24 @@ def sample(
     positions: Tensor,
     *,
     prior_ids: Tensor | None = None,
-    purpose: Purpose = Purpose.SAMPLE,
     static: bool | None = None,
 ) -> Samples:
     """One token for each of L logits; the logits are left as they are.
 
-    logits float32 [L, >= vocab] (columns past the vocabulary are padding of the model's head and never chosen),
+    logits [L, >= vocab] (columns past the vocabulary are padding of the model's head and never chosen),
     row_index int64 [L] into `rows`, positions [L]: of the token that the logits came from. The token
     chosen stands at positions + 1, and that keys its noise, so no batch, draft or preemption changes it.
-    prior_ids int32 [L, W], padded with -1: tokens between the committed ones and each logit, counted by
-    penalties (`draft_prefix`). static: None takes the data-dependent way on a CPU only.
+    prior_ids int32 [L, W], padded with -1: tokens between the committed ones and each logit, for
+    penalties (`draft_prefix`). static: None takes the data-dependent way on a CPU and only there.
     """
     logits = logits[:, : rows.vocab]
     if rows.is_plain_greedy:
         return Samples(_argmax(logits))
-    if logits.dtype != torch.float32:
-        logits = logits.float()
+    logits = logits.float()
     if static is None:
         static = logits.device.type != "cpu"
-    adjusted = adjust_logits(logits, rows, row_index, positions, prior_ids)
-    if rows.all_greedy:
-        token_ids = _argmax(adjusted)
-    elif static:
-        token_ids = _sample_static(adjusted, rows, row_index, positions, purpose)
-    else:
-        token_ids = _sample_grouped(adjusted, rows, row_index, positions, purpose)
+    choose = _choose_static if static else _choose_by_group
+    token_ids = choose(logits, rows, row_index, positions, prior_ids)
     if not rows.any_logprobs:
         return Samples(token_ids)
     chosen = logits.gather(1, token_ids.clamp(min=0).to(torch.int64)[:, None])[:, 0]
@@ -125,129 +126,149 @@ def sample_draft(
     With them it is for rejection verification and draws with noise of its own. Arguments as in `sample`.
     """
     if not with_probs:
-        coupled = sample(logits, rows, row_index, positions, prior_ids=prior_ids, static=static)
-        return coupled.token_ids, None
+        return sample(logits, rows, row_index, positions, prior_ids=prior_ids, static=static).token_ids, None
     probs = processed_probs(logits, rows, row_index, positions, prior_ids=prior_ids)
-    keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.DRAFT)
-    return sample_probs(probs, keys), probs
+    return sample_probs(probs, stream_keys(rows.seed(row_index), positions + 1, Purpose.DRAFT)), probs
 
 
 def processed_probs(
     logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, *, prior_ids: Tensor | None = None
 ) -> Tensor:
-    """What `sample` draws from: float32 [L, vocab], one-hot for greedy rows. Static. Arguments as in `sample`."""
-    logits = logits[:, : rows.vocab].float()
-    scaled = adjust_logits(logits, rows, row_index, positions, prior_ids)
-    greedy = rows.temperature[row_index] == 0
-    if not rows.all_greedy:
-        scaled = _truncate(scaled / _temperature(rows, row_index)[:, None], rows, row_index)
-    one_hot = torch.zeros_like(scaled).scatter_(1, scaled.argmax(dim=-1, keepdim=True), 1.0)
-    return torch.where(greedy[:, None], one_hot, torch.softmax(scaled, dim=-1))
+    """What `sample` draws from: float32 [L, vocab], one-hot for greedy rows; NaN where nothing can be chosen.
 
-
-def sample_probs(probs: Tensor, keys: Tensor) -> Tensor:
-    """One token int32 [n] from each row of weights [n, vocab] (any positive sum), with the noise of keys [4, n]."""
-    index = torch.arange(probs.shape[1], dtype=torch.int32, device=probs.device)
-    return _argmax(gumbel_at(keys, index).add_(probs.log()))
-
-
-# -- processing ------------------------------------------------------------------------------------------------------
-
-
-def adjust_logits(
-    logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, prior_ids: Tensor | None = None
-) -> Tensor:
-    """Bias, penalties and held-back stop tokens: new logits [L, vocab], or the same tensor when no row has any."""
-    if rows.any_bias:
-        logits = _apply_bias(logits, rows, row_index, positions)
-    if rows.any_penalty:
-        logits = _apply_penalties(logits, rows, row_index, prior_ids)
-    return logits
-
-
-def _apply_bias(logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
-    slot = rows.bias_slot[row_index]
-    output_index = positions + 1 - rows.prompt_len[row_index]
-    holds = output_index[:, None] < rows.bias_until[slot]
-    values = torch.where(holds, rows.bias_values[slot], 0.0)
-    return logits.scatter_add(1, rows.bias_ids[slot].to(torch.int64), values)
-
-
-def _apply_penalties(logits: Tensor, rows: RowParams, row_index: Tensor, prior_ids: Tensor | None) -> Tensor:
-    slot = rows.penalty_slot[row_index]
-    counts = rows.output_counts[slot]
-    if prior_ids is not None:
-        inside = ((prior_ids >= 0) & (slot > 0)[:, None]).to(torch.int32)
-        counts = counts.scatter_add(1, prior_ids.clamp(0, rows.vocab - 1).to(torch.int64), inside)
-    present = counts > 0
-    repetition = rows.repetition_penalty[row_index][:, None]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(present | rows.prompt_seen[slot], repeated, logits)
-    logits = logits - counts * rows.frequency_penalty[row_index][:, None]
-    return logits - present * rows.presence_penalty[row_index][:, None]
-
-
-def _temperature(rows: RowParams, row_index: Tensor) -> Tensor:
-    """[L] float32 with 1 for greedy rows."""
-    temperature = rows.temperature[row_index]
-    return torch.where(temperature > 0, temperature, 1.0)
-
-
-def _truncate(scaled: Tensor, rows: RowParams, row_index: Tensor) -> Tensor:
-    """Minus infinity where top-k, top-p or min-p drop a token of the scaled logits [L, vocab]. Static."""
-    if not rows.any_top_k_p:
-        return scaled
-    ordered = torch.sort(scaled, dim=-1, descending=True).values
-    total = torch.exp(scaled - ordered[:, :1]).sum(dim=-1)
-    floor = _floor(ordered, total, rows.top_k[row_index], rows.top_p[row_index], rows.min_p[row_index])
-    return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
-
-
-def _floor(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest logit [n] that the truncations keep.
-
-    ordered [n, C]: the C largest scaled logits, descending; total [n]: sum of exp(logit - largest) of
-    all of them. A token stays in the nucleus while the tokens strictly above it weigh less than top_p.
+    Static. Arguments as in `sample`.
     """
-    largest = ordered[:, :1]
-    rank = torch.arange(ordered.shape[1], device=ordered.device)
-    last = torch.where(top_k > 0, top_k, ordered.shape[1]).clamp(max=ordered.shape[1]).to(torch.int64)[:, None] - 1
-    floor_k = torch.where(top_k[:, None] > 0, ordered.gather(1, last), -torch.inf)
-    weight = torch.exp(ordered - largest).masked_fill_(ordered < floor_k, 0.0)
-    above = torch.cumsum(weight, dim=-1)
-    total = torch.where(top_k > 0, above[:, -1], total)[:, None]
-    in_nucleus = ((above - weight) < top_p[:, None] * total) | (top_p >= 1)[:, None]
-    in_nucleus &= ordered >= floor_k
-    last = torch.where(in_nucleus, rank, 0).amax(dim=-1, keepdim=True)
-    floor_p = ordered.gather(1, last)
-    floor = torch.where((top_p < 1)[:, None], floor_p, floor_k)
-    return torch.maximum(floor, largest + torch.log(min_p)[:, None])[:, 0]
+    adjusted = adjust_logits(logits[:, : rows.vocab].float(), rows, row_index, positions, prior_ids)
+    best = adjusted.argmax(dim=-1, keepdim=True)
+    one_hot = torch.zeros_like(adjusted).scatter_(1, best, 1.0)
+    one_hot = torch.where(torch.isfinite(adjusted.gather(1, best)), one_hot, torch.nan)
+    if rows.all_greedy:
+        return one_hot
+    probs = torch.softmax(truncate(adjusted / temperature_of(rows, row_index), rows, row_index), dim=-1)
+    return torch.where((rows.temperature[row_index] == 0)[:, None], one_hot, probs)
 
 
-# -- choice ----------------------------------------------------------------------------------------------------------
+def sample_probs(weights: Tensor, keys: Tensor) -> Tensor:
+    """One token int32 [n] from each row of weights [n, vocab] (any positive sum), with the noise of keys [4, n]."""
+    index = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
+    return _argmax(gumbel_at(keys, index).add_(weights.log()))
 
 
 def _argmax(scores: Tensor) -> Tensor:
     """Lowest index of the largest value, int32 [L]; -1 where that value is NaN or infinite."""
     if type(scores) is Tensor and scores.device.type == "cpu" and scores.dtype == torch.float32:
-        indices = torch.from_numpy(np.argmax(scores.detach().numpy(), axis=-1))  # several times faster than torch's
+        # NOTE: numpy's is several times faster than torch's here, with the same order: first NaN, first largest.
+        indices = torch.from_numpy(np.argmax(scores.detach().numpy(), axis=-1))
         values = scores.gather(1, indices[:, None])[:, 0]
     else:
         values, indices = scores.max(dim=-1)
     return torch.where(torch.isfinite(values), indices, -1).to(torch.int32)
 
 
-def _sample_static(
-    adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, purpose: Purpose
+def _choose_static(
+    logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, prior_ids: Tensor | None
 ) -> Tensor:
-    scores = _truncate(adjusted / _temperature(rows, row_index)[:, None], rows, row_index)
-    keys = stream_keys(rows.seed(row_index), positions + 1, purpose)
-    noise = gumbel_at(keys, torch.arange(rows.vocab, dtype=torch.int32, device=scores.device))
-    greedy = rows.temperature[row_index] == 0
-    return _argmax(torch.where(greedy[:, None], adjusted, scores + noise))
+    adjusted = adjust_logits(logits, rows, row_index, positions, prior_ids)
+    if rows.all_greedy:
+        return _argmax(adjusted)
+    scaled = truncate(adjusted / temperature_of(rows, row_index), rows, row_index)
+    keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
+    noise = gumbel_at(keys, torch.arange(rows.vocab, dtype=torch.int32, device=logits.device))
+    sampled = (rows.temperature[row_index] > 0)[:, None]
+    return _argmax(torch.where(sampled, scaled + noise, adjusted))
 
 
-def _sample_grouped(
-    adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, purpose: Purpose
+# -- on a CPU: by group ----------------------------------------------------------------------------------------------
+
+
+def _choose_by_group(
+    logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, prior_ids: Tensor | None
 ) -> Tensor:
-    return _sample_static(adjusted, rows, row_index, positions, purpose)
+    altered = (rows.penalty_slot[row_index] > 0) | (rows.bias_slot[row_index] > 0)
+    sampled = rows.temperature[row_index] > 0
+    top_k, top_p, min_p = truncations(rows, row_index)
+    truncated = sampled & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    token_ids = torch.empty(logits.shape[0], dtype=torch.int32)
+    groups = ((~sampled, _choose_greedy), (truncated, _choose_truncated), (sampled & ~truncated, _choose_open))
+    for (members, choose), change in product(groups, (False, True)):
+        index = (members & (altered == change)).nonzero()[:, 0]
+        if len(index) == 0:
+            continue
+        group = logits if len(index) == len(logits) else logits[index]
+        row, position = row_index[index], positions[index]
+        if change:
+            group = adjust_logits(group, rows, row, position, None if prior_ids is None else prior_ids[index])
+        token_ids[index] = choose(group, rows, row, position)
+    return token_ids
+
+
+def _choose_greedy(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
+    return _argmax(adjusted)
+
+
+def _choose_open(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
+    """From the whole vocabulary."""
+    temperature = temperature_of(rows, row_index)
+    keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
+    index = torch.arange(rows.vocab, dtype=torch.int32)
+    chosen = [
+        _argmax(gumbel_at(keys[:, part], index).add_(adjusted[part] / temperature[part]))
+        for part in (slice(begin, begin + _CHUNK) for begin in range(0, len(adjusted), _CHUNK))
+    ]
+    return torch.cat(chosen)
+
+
+def _choose_truncated(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
+    """From the candidates that top-k, top-p and min-p leave: few of the largest logits first, more where needed.
+
+    A row's way depends on its own logits and options only, so its token does not depend on its neighbours.
+    """
+    scaled = adjusted / temperature_of(rows, row_index)
+    keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
+    top_k, top_p, min_p = truncations(rows, row_index)
+    total = torch.zeros(len(scaled))  # read only by a nucleus of the whole vocabulary
+    if bool(((top_k == 0) & (top_p < 1)).any()):
+        total = exp_sum(scaled, scaled.amax(dim=-1, keepdim=True))
+    token_ids = torch.empty(len(scaled), dtype=torch.int32)
+    open_rows = torch.arange(len(scaled))
+    for width in (*(c for c in _CANDIDATES if c < rows.vocab), rows.vocab):
+        if width == rows.vocab:
+            wide = (top_k[open_rows] == 0) & (top_p[open_rows] >= _WIDE_TOP_P)
+            for part in torch.split(open_rows[wide], _CHUNK):
+                token_ids[part] = _choose_wide_nucleus(
+                    scaled[part], keys[:, part], total[part], top_p[part], min_p[part]
+                )
+            open_rows = open_rows[~wide]
+            if len(open_rows) == 0:
+                break
+        part = scaled if len(open_rows) == len(scaled) else scaled[open_rows]
+        values, ids = largest(part, width)
+        floor = truncation_floor(values, total[open_rows], top_k[open_rows], top_p[open_rows], min_p[open_rows])
+        scores = gumbel_at(keys[:, open_rows], ids.to(torch.int32)).add_(values)
+        scores.masked_fill_(values < floor[:, None], -torch.inf)
+        best = scores.amax(dim=-1, keepdim=True)
+        token = torch.where(scores == best, ids, rows.vocab).amin(dim=-1)
+        token_ids[open_rows] = torch.where(torch.isfinite(best[:, 0]), token, -1).to(torch.int32)
+        open_rows = open_rows[~(values[:, -1] < floor)]
+        if len(open_rows) == 0:
+            break
+    return token_ids
+
+
+def _choose_wide_nucleus(scaled: Tensor, keys: Tensor, total: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """From a nucleus of many tokens, without sorting: the best score of all is the answer if its token is inside.
+
+    Whether it is takes one sum over the tokens above it. It is with probability top_p; else the next best is looked at.
+    """
+    top = scaled.amax(dim=-1, keepdim=True)
+    weight = (scaled - top).exp_()
+    scores = gumbel_at(keys, torch.arange(scaled.shape[1], dtype=torch.int32)).add_(scaled)
+    scores.masked_fill_(scaled < top + min_p.log()[:, None], -torch.inf)
+    while True:
+        token_ids = _argmax(scores)
+        chosen = token_ids.clamp(min=0).to(torch.int64)[:, None]
+        above = (weight * (scaled > scaled.gather(1, chosen))).sum(dim=-1)
+        outside = (above >= top_p * total) & (token_ids >= 0)
+        if not bool(outside.any()):
+            return token_ids
+        scores[outside, chosen[outside, 0]] = -torch.inf

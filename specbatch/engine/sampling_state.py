@@ -8,71 +8,32 @@ copy, and what kind of sampling the step needs is known on the host before anyth
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specbatch.engine.row_params import (
+    BIAS_SLOT,
+    NUM_COLUMNS,
+    PENALISED,
+    PENALTY_SLOT,
+    PROMPT_LEN,
+    SEED_HIGH,
+    SEED_LOW,
+    RowParams,
+    Tables,
+    kind_of,
+    null_row,
+    packed_row,
+    rows_over,
+)
 from specbatch.sampling_params import SamplingParams
 
-# Columns of a packed row: 32 bits each, floats stored as their bits.
-_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
-_TOP_K, _SEED_LOW, _SEED_HIGH, _PENALTY_SLOT, _BIAS_SLOT, _PROMPT_LEN = range(6, 12)
-_NUM_COLUMNS = 12
-
-# What a row asks for beyond argmax (host only).
-_SAMPLED, _TRUNCATED, _PENALISED, _BIASED, _LOGPROBS, _OPEN = 1, 2, 4, 8, 16, 32
+__all__ = ["RowParams", "SamplingState", "row_seed"]
 
 _NO_LIMIT = 2**31 - 1
-
-
-@dataclass(slots=True)
-class RowParams:
-    """Sampling parameters of one step's rows: [R] device tensors, views of one buffer at a fixed address, and host flags.
-
-    The flags are exact for the rows in use, so a step that needs nothing but argmax is known before it is launched.
-    The tables belong to the SamplingState, and their addresses change when `SamplingState.generation` does.
-    """
-
-    packed: Tensor  # [R, 12] int32: the buffer that the following view
-    temperature: Tensor  # [R] float32; 0 is greedy
-    top_p: Tensor  # [R] float32; 1: off
-    min_p: Tensor  # [R] float32; 0: off
-    repetition_penalty: Tensor  # [R] float32; 1: off
-    presence_penalty: Tensor  # [R] float32; 0: off
-    frequency_penalty: Tensor  # [R] float32; 0: off
-    top_k: Tensor  # [R] int32; 0: off
-    seed_low: Tensor  # [R] int32
-    seed_high: Tensor  # [R] int32
-    penalty_slot: Tensor  # [R] int32 into output_counts and prompt_seen; 0: none
-    bias_slot: Tensor  # [R] int32 into the bias tables; 0: none
-    prompt_len: Tensor  # [R] int32
-    output_counts: Tensor  # [slots, vocab] int32: committed output tokens
-    prompt_seen: Tensor  # [slots, vocab] bool
-    bias_ids: Tensor  # [slots, W] int32, padded with 0
-    bias_values: Tensor  # [slots, W] float32, padded with 0
-    bias_until: Tensor  # [slots, W] int32: the entry holds while fewer output tokens than this are out
-    host: NDArray[np.int32]  # [R, 12] what was copied to the device
-    vocab: int
-    num_rows: int = 0
-    all_greedy: bool = True  # no row has a temperature
-    any_open: bool = False  # some sampled row keeps the whole vocabulary
-    any_top_k_p: bool = False  # some sampled row has top-k, top-p or min-p
-    any_penalty: bool = False
-    any_bias: bool = False  # logit bias, or min_tokens (a bias of minus infinity on stop tokens)
-    any_logprobs: bool = False
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Argmax of the raw logits is the answer."""
-        return self.all_greedy and not (self.any_penalty or self.any_bias or self.any_logprobs)
-
-    def seed(self, row_index: Tensor) -> Tensor:
-        """Int64 seeds of the given rows."""
-        low = self.seed_low[row_index].to(torch.int64) & 0xFFFFFFFF
-        return (self.seed_high[row_index].to(torch.int64) << 32) | low
 
 
 def row_seed(run_seed: int, request_id: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -107,18 +68,14 @@ class SamplingState:
         self.generation = 0  # grows when a table moved: a captured graph that read it is stale
         self._eos = tuple(dict.fromkeys(int(token) for token in eos_token_ids))
         # NOTE: one row more than the capacity, at the end: handle -1 (padding) is the null row.
-        self._packed = np.zeros((max(capacity, 1) + 1, _NUM_COLUMNS), np.int32)
-        self._packed[:] = _null_row()
+        self._packed = np.zeros((max(capacity, 1) + 1, NUM_COLUMNS), np.int32)
+        self._packed[:] = null_row()
         self._kind = np.zeros(len(self._packed), np.uint8)
         self._num_special = 0  # live handles that ask for more than argmax
         self._prompts: dict[int, NDArray[np.int32]] = {}  # penalised rows that have not run yet
         self._penalty = _Slots()
         self._bias = _Slots()
-        self._output_counts = torch.zeros((1, vocab), dtype=torch.int32, device=self.device)
-        self._prompt_seen = torch.zeros((1, vocab), dtype=torch.bool, device=self.device)
-        self._bias_ids = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
-        self._bias_values = torch.zeros((1, 1), dtype=torch.float32, device=self.device)
-        self._bias_until = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        self._tables = Tables.empty(vocab, self.device)
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -133,8 +90,8 @@ class SamplingState:
     ) -> None:
         """Note the parameters of new requests: one for all or one a handle; prompts as values and offsets [n + 1].
 
-        Seeds: the request's own, else `row_seed(run_seed, request_id)`. ValueError when a bias or stop token id is
-        outside the vocabulary; nothing has changed then.
+        Seeds: the request's own, else `row_seed(run_seed, request_id)`. ValueError as in `check`; nothing has
+        changed then.
         """
         many = [params] if isinstance(params, SamplingParams) else list(params)
         if len(many) not in (1, len(handles)) or len(request_id) != len(handles) != len(prompt_offsets) - 1:
@@ -156,19 +113,23 @@ class SamplingState:
         for (item, members), entries in zip(groups.values(), biases, strict=True):
             chosen = np.arange(len(handles)) if len(many) == 1 else np.array(members)
             rows = handles[chosen]
-            kind, packed = _kind_of(item, bool(entries)), _packed_row(item)
+            kind, packed = kind_of(item, bool(entries)), packed_row(item, self.vocab)
             if entries:
-                packed[_BIAS_SLOT] = self._add_bias(entries, len(rows))
+                packed[BIAS_SLOT] = self._add_bias(entries, len(rows))
             self._packed[rows] = packed
-            self._packed[rows, _PROMPT_LEN] = lengths[chosen]
+            self._packed[rows, PROMPT_LEN] = lengths[chosen]
             seed = np.full(len(rows), item.seed, np.int64) if item.seed is not None else seeds[chosen]
-            self._packed[rows, _SEED_LOW : _SEED_HIGH + 1] = seed.view(np.int32).reshape(-1, 2)  # little endian
+            self._packed[rows, SEED_LOW : SEED_HIGH + 1] = seed.view(np.int32).reshape(-1, 2)  # little endian
             self._kind[rows] = kind
             self._num_special += len(rows) if kind else 0
-            if kind & _PENALISED:
+            if kind & PENALISED:
                 for index in chosen.tolist():
                     begin, end = prompt_offsets[index], prompt_offsets[index + 1]
                     self._prompts[int(handles[index])] = np.array(prompt_values[begin:end], np.int32)
+
+    def check(self, params: SamplingParams) -> None:
+        """ValueError when a token of the bias, or a stop token that min_tokens holds back, is outside the vocabulary."""
+        self._bias_entries(params)
 
     def release(self, handles: NDArray[np.int32]) -> None:
         """Forget finished requests. Handles never set, or released already, are ignored."""
@@ -178,8 +139,8 @@ class SamplingState:
             return
         handles = np.unique(handles[kinds != 0])
         self._num_special -= len(handles)
-        self._penalty.release(self._packed[handles, _PENALTY_SLOT])
-        self._bias.release(self._packed[handles, _BIAS_SLOT])
+        self._penalty.release(self._packed[handles, PENALTY_SLOT])
+        self._bias.release(self._packed[handles, BIAS_SLOT])
         self._packed[handles] = self._packed[-1]
         self._kind[handles] = 0
         for handle in handles.tolist():
@@ -189,35 +150,13 @@ class SamplingState:
 
     def new_rows(self, max_rows: int) -> RowParams:
         """Buffers for a step of up to `max_rows` rows; made once and filled by `gather` each step."""
-        host = torch.zeros((max_rows, _NUM_COLUMNS), dtype=torch.int32)
+        host = torch.zeros((max_rows, NUM_COLUMNS), dtype=torch.int32)
         if self.device.type == "cuda" and torch.cuda.is_available():
             host = host.pin_memory()
         host_array = host.numpy()
-        host_array[:] = _null_row()
+        host_array[:] = null_row()
         packed = host if self.device.type == "cpu" else host.to(self.device)
-        floats = packed.view(torch.float32)
-        return RowParams(
-            packed=packed,
-            temperature=floats[:, _TEMPERATURE],
-            top_p=floats[:, _TOP_P],
-            min_p=floats[:, _MIN_P],
-            repetition_penalty=floats[:, _REPETITION],
-            presence_penalty=floats[:, _PRESENCE],
-            frequency_penalty=floats[:, _FREQUENCY],
-            top_k=packed[:, _TOP_K],
-            seed_low=packed[:, _SEED_LOW],
-            seed_high=packed[:, _SEED_HIGH],
-            penalty_slot=packed[:, _PENALTY_SLOT],
-            bias_slot=packed[:, _BIAS_SLOT],
-            prompt_len=packed[:, _PROMPT_LEN],
-            output_counts=self._output_counts,
-            prompt_seen=self._prompt_seen,
-            bias_ids=self._bias_ids,
-            bias_values=self._bias_values,
-            bias_until=self._bias_until,
-            host=host_array,
-            vocab=self.vocab,
-        )
+        return rows_over(packed, host_array, self._tables)
 
     def gather(self, seq_index: NDArray[np.int32], rows: RowParams) -> RowParams:
         """Fill `rows` for the handles of a step (host int32 [n]; padding -1) and return it.
@@ -226,19 +165,11 @@ class SamplingState:
         the device is asynchronous from pinned memory: gather again only after the step's results have been read.
         """
         rows.num_rows = len(seq_index)
-        kinds = int(np.bitwise_or.reduce(self._kind[seq_index], initial=0)) if self._num_special else 0
-        rows.all_greedy = not kinds & _SAMPLED
-        rows.any_open = bool(kinds & _OPEN)
-        rows.any_top_k_p = bool(kinds & _TRUNCATED)
-        rows.any_penalty = bool(kinds & _PENALISED)
-        rows.any_bias = bool(kinds & _BIASED)
-        rows.any_logprobs = bool(kinds & _LOGPROBS)
-        if kinds == 0:
+        rows.kind = int(np.bitwise_or.reduce(self._kind[seq_index], initial=0)) if self._num_special else 0
+        if rows.kind == 0:
             return rows
         if rows.any_penalty and self._prompts:
             self._start_counting(seq_index)
-        rows.output_counts, rows.prompt_seen = self._output_counts, self._prompt_seen
-        rows.bias_ids, rows.bias_values, rows.bias_until = self._bias_ids, self._bias_values, self._bias_until
         np.take(self._packed, seq_index, axis=0, out=rows.host[: len(seq_index)], mode="wrap")
         rows.host[len(seq_index) :] = self._packed[-1]
         if rows.packed.device.type != "cpu":
@@ -254,7 +185,7 @@ class SamplingState:
         slot = rows.penalty_slot[:num_rows, None].to(torch.int64).expand(num_rows, width)
         valid &= (slot > 0) & (token_ids >= 0)
         ids = token_ids.clamp(0, self.vocab - 1).to(torch.int64)
-        self._output_counts.index_put_((slot, ids), valid.to(torch.int32), accumulate=True)
+        self._tables.output_counts.index_put_((slot, ids), valid.to(torch.int32), accumulate=True)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -263,7 +194,7 @@ class SamplingState:
         if handle < size:
             return
         size = max(2 * size, handle + 1)
-        packed = np.empty((size + 1, _NUM_COLUMNS), np.int32)
+        packed = np.empty((size + 1, NUM_COLUMNS), np.int32)
         packed[:] = self._packed[-1]
         packed[: len(self._packed) - 1] = self._packed[:-1]
         kind = np.zeros(size + 1, np.uint8)
@@ -283,18 +214,18 @@ class SamplingState:
 
     def _add_bias(self, entries: list[tuple[int, float, int]], users: int) -> int:
         slot = self._bias.take(users)
-        old_slots, old_width = self._bias_ids.shape
+        old_slots, old_width = self._tables.bias_ids.shape
         slots, width = _doubled(old_slots, slot + 1), _doubled(old_width, len(entries))
         if (slots, width) != (old_slots, old_width):
-            self._bias_ids = _enlarged(self._bias_ids, slots, width)
-            self._bias_values = _enlarged(self._bias_values, slots, width)
-            self._bias_until = _enlarged(self._bias_until, slots, width)
+            self._tables.bias_ids = _enlarged(self._tables.bias_ids, slots, width)
+            self._tables.bias_values = _enlarged(self._tables.bias_values, slots, width)
+            self._tables.bias_until = _enlarged(self._tables.bias_until, slots, width)
             self.generation += 1
         padded = entries + [(0, 0.0, 0)] * (width - len(entries))
         ids, values, until = zip(*padded, strict=True)
-        self._bias_ids[slot].copy_(torch.tensor(ids, dtype=torch.int32))
-        self._bias_values[slot].copy_(torch.tensor(values, dtype=torch.float32))
-        self._bias_until[slot].copy_(torch.tensor(until, dtype=torch.int32))
+        self._tables.bias_ids[slot].copy_(torch.tensor(ids, dtype=torch.int32))
+        self._tables.bias_values[slot].copy_(torch.tensor(values, dtype=torch.float32))
+        self._tables.bias_until[slot].copy_(torch.tensor(until, dtype=torch.int32))
         return slot
 
     def _start_counting(self, seq_index: NDArray[np.int32]) -> None:
@@ -304,16 +235,16 @@ class SamplingState:
             if prompt is None:
                 continue
             slot = self._penalty.take(1)
-            slots = _doubled(len(self._output_counts), slot + 1)
-            if slots != len(self._output_counts):
-                self._output_counts = _enlarged(self._output_counts, slots, self.vocab)
-                self._prompt_seen = _enlarged(self._prompt_seen, slots, self.vocab)
+            slots = _doubled(len(self._tables.output_counts), slot + 1)
+            if slots != len(self._tables.output_counts):
+                self._tables.output_counts = _enlarged(self._tables.output_counts, slots, self.vocab)
+                self._tables.prompt_seen = _enlarged(self._tables.prompt_seen, slots, self.vocab)
                 self.generation += 1
-            self._packed[handle, _PENALTY_SLOT] = slot
-            self._output_counts[slot].zero_()
-            self._prompt_seen[slot].zero_()
+            self._packed[handle, PENALTY_SLOT] = slot
+            self._tables.output_counts[slot].zero_()
+            self._tables.prompt_seen[slot].zero_()
             ids = np.unique(prompt[(prompt >= 0) & (prompt < self.vocab)]).astype(np.int64)
-            self._prompt_seen[slot].index_fill_(0, torch.from_numpy(ids).to(self.device), True)
+            self._tables.prompt_seen[slot].index_fill_(0, torch.from_numpy(ids).to(self.device), True)
 
 
 class _Slots:
@@ -336,40 +267,6 @@ class _Slots:
             self._users[slot] -= 1
             if self._users[slot] == 0:
                 self._free.append(slot)
-
-
-def _packed_row(params: SamplingParams) -> NDArray[np.int32]:
-    row = np.zeros(_NUM_COLUMNS, np.int32)
-    greedy = params.is_greedy  # truncation cannot change an argmax
-    row[: _FREQUENCY + 1] = np.array(
-        [
-            params.temperature,
-            1.0 if greedy else params.top_p,
-            0.0 if greedy else params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        ],
-        np.float32,
-    ).view(np.int32)
-    row[_TOP_K] = 0 if greedy else min(params.top_k, _NO_LIMIT)
-    return row
-
-
-def _null_row() -> NDArray[np.int32]:
-    return _packed_row(SamplingParams())
-
-
-def _kind_of(params: SamplingParams, biased: bool) -> int:
-    truncated = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    return (
-        (_SAMPLED if not params.is_greedy else 0)
-        | (_TRUNCATED if truncated and not params.is_greedy else 0)
-        | (_OPEN if not truncated and not params.is_greedy else 0)
-        | (_PENALISED if params.has_penalties else 0)
-        | (_BIASED if biased else 0)
-        | (_LOGPROBS if params.logprobs else 0)
-    )
 
 
 def _doubled(size: int, needed: int) -> int:

@@ -1,0 +1,117 @@
+"""Logits before the choice: bias, penalties, held-back stop tokens, and what top-k, top-p and min-p leave.
+
+Pure functions of packed logits [L, vocab] and the rows they belong to; knows nothing of random numbers. All but
+`largest` have static shapes and no host sync.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbatch.engine.sampling_state import RowParams
+
+
+def adjust_logits(
+    logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, prior_ids: Tensor | None = None
+) -> Tensor:
+    """Bias, penalties and stop tokens that min_tokens holds back: new logits, or the same tensor when no row has any.
+
+    row_index int64 [L], positions [L] of the tokens that the logits came from, prior_ids as in `sampler.sample`.
+    """
+    if rows.any_bias:
+        logits = _apply_bias(logits, rows, row_index, positions)
+    if rows.any_penalty:
+        logits = _apply_penalties(logits, rows, row_index, prior_ids)
+    return logits
+
+
+def _apply_bias(logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
+    slot = rows.bias_slot[row_index]
+    output_index = positions + 1 - rows.prompt_len[row_index]
+    holds = output_index[:, None] < rows.tables.bias_until[slot]
+    values = torch.where(holds, rows.tables.bias_values[slot], 0.0)
+    return logits.scatter_add(1, rows.tables.bias_ids[slot].to(torch.int64), values)
+
+
+def _apply_penalties(logits: Tensor, rows: RowParams, row_index: Tensor, prior_ids: Tensor | None) -> Tensor:
+    slot = rows.penalty_slot[row_index]
+    counts = rows.tables.output_counts[slot]
+    if prior_ids is not None:
+        inside = ((prior_ids >= 0) & (slot > 0)[:, None]).to(torch.int32)
+        counts = counts.scatter_add(1, prior_ids.clamp(0, rows.vocab - 1).to(torch.int64), inside)
+    present = counts > 0
+    repetition = rows.repetition_penalty[row_index][:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(present | rows.tables.prompt_seen[slot], repeated, logits)
+    logits = logits - counts * rows.frequency_penalty[row_index][:, None]
+    return logits - present * rows.presence_penalty[row_index][:, None]
+
+
+def temperature_of(rows: RowParams, row_index: Tensor) -> Tensor:
+    """Float32 [L, 1] to divide by: 1 for greedy rows."""
+    temperature = rows.temperature[row_index]
+    return torch.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def truncate(scaled: Tensor, rows: RowParams, row_index: Tensor) -> Tensor:
+    """Minus infinity where top-k, top-p or min-p drop a token; scaled: logits [L, vocab] over the temperature."""
+    if not rows.any_top_k_p:
+        return scaled
+    ordered = torch.sort(scaled, dim=-1, descending=True).values
+    floor = truncation_floor(ordered, exp_sum(scaled, ordered[:, :1]), *truncations(rows, row_index))
+    return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
+
+
+def truncations(rows: RowParams, row_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """top_k, top_p and min_p [L]."""
+    return rows.top_k[row_index], rows.top_p[row_index], rows.min_p[row_index]
+
+
+def exp_sum(scaled: Tensor, largest_logit: Tensor) -> Tensor:
+    """Sum of exp(logit - largest) [L]."""
+    return (scaled - largest_logit).exp_().sum(dim=-1)
+
+
+def truncation_floor(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The smallest scaled logit [n] that is kept, given enough of the largest ones.
+
+    ordered [n, C]: the C largest, descending; total [n]: `exp_sum` over all of the vocabulary. The result is right
+    where it is above ordered[:, -1], or C is the vocabulary; else more is needed. top_k is 0 or below the vocabulary.
+    Top-k keeps what equals the k-th largest. Top-p works on what top-k left, and keeps a token while the tokens above
+    it weigh less than top_p of that.
+    """
+    width = ordered.shape[1]
+    largest_logit = ordered[:, :1]
+    kth = top_k.clamp(1, width).to(torch.int64)[:, None] - 1
+    floor_k = torch.where((top_k > 0)[:, None], ordered.gather(1, kth), -torch.inf)
+    kept = ordered >= floor_k
+    weight = (ordered - largest_logit).exp_() * kept
+    cumulative = weight.cumsum(dim=-1)
+    whole = torch.where(top_k > 0, cumulative[:, -1], total)[:, None]
+    nucleus = kept & ((cumulative - weight) < top_p[:, None] * whole)
+    last = nucleus.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    floor_p = torch.where((top_p < 1)[:, None], ordered.gather(1, last), floor_k)
+    floor_m = largest_logit + min_p.log()[:, None]
+    enough = (top_k <= width)[:, None]
+    return torch.where(enough, torch.maximum(floor_p, floor_m), -torch.inf)[:, 0]
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row, descending, and their columns int64 (which of equal values: undefined). CPU.
+
+    Each of them lies in one of the `count` groups of columns with the largest maxima, so the selection runs over the
+    maxima and then over the members of those groups, a small part of the vocabulary.
+    """
+    rows, columns = values.shape
+    group = int((columns / count) ** 0.5)  # members of a group: as many groups to search as members to search then
+    if group < 4:
+        return torch.topk(values, count, dim=-1)
+    stride = columns // group  # group g: columns g, g + stride, ...; a remainder is searched with the members
+    grouped = values[:, : group * stride].reshape(rows, group, stride)
+    chosen = torch.topk(grouped.amax(dim=1), count, dim=-1, sorted=False).indices[:, None, :].expand(-1, group, -1)
+    offset = torch.arange(group, device=values.device)[None, :, None] * stride
+    rest = torch.arange(group * stride, columns, device=values.device).expand(rows, -1)
+    members = torch.cat(((chosen + offset).flatten(1), rest), dim=1)
+    found = torch.topk(values.gather(1, members), count, dim=-1)
+    return found.values, members.gather(1, found.indices)
