@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
+from specbatch import __version__
 from specbatch.commands import BY_COMMAND, COMMANDS, CommandSpec
 from specbatch.options import PANELS, OptionSpec
 
@@ -45,13 +46,8 @@ def quick_answer(args: Sequence[str]) -> str | None:
 
 
 def version_line() -> str:
-    """"specbatch 0.1.0"."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"specbatch {version('specbatch')}"
-    except PackageNotFoundError:
-        return "specbatch (not installed)"
+    """ "specbatch 0.1.0"."""
+    return f"specbatch {__version__}"
 
 
 class Style:

@@ -54,6 +54,8 @@ def printable(text: str) -> str:
 class LineEvents(JobEvents):
     """JobEvents as log lines. `show_progress` False: only what happens once."""
 
+    is_live = False
+
     def __init__(
         self,
         log: Log,
@@ -69,6 +71,10 @@ class LineEvents(JobEvents):
         self._meter = Meter()
         self._next: float | None = None
         self._json = log.format == "json"
+
+    def say(self, event: str, message: str, **fields: object) -> None:
+        """One line of the caller's."""
+        self._log.say(event, message, **fields)
 
     def plan(self, plan: JobPlan) -> None:
         lines = wording.plan_lines(plan)

@@ -86,7 +86,7 @@ class RunReport:
 
 
 def report(output: Path) -> RunReport:
-    """The report of an output directory. Raises InputMissing when it has no manifest, OutputMismatch when unreadable."""
+    """The report of an output directory. Raises InputMissing without a manifest, OutputMismatch for an unreadable one."""
     manifest = Manifest.load(output)
     if manifest is None:
         what = "no such directory" if not output.exists() else "no run has written here (no _specbatch/manifest.json)"
