@@ -1,0 +1,286 @@
+//! A sequence: one row's committed tokens, its block tables, its counts. And the slab that gives rows their handles.
+//! Knows nothing of other rows; the scheduler keeps pages and queues in step with it.
+
+use std::sync::Arc;
+
+use crate::block_pool::PageId;
+use crate::ngram::NgramIndex;
+use crate::prefix::{PageHash, ROOT, chain};
+use crate::shadow::Shadow;
+use crate::stop::StopConditions;
+
+/// A row's number: stable until it is taken, reused afterwards.
+pub type Handle = u32;
+
+/// Where a row stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SequenceStatus {
+    /// In the waiting queue; owns no page.
+    Waiting,
+    /// Running, with committed tokens (its last included) still to compute.
+    Prefilling,
+    /// Running; all but its last committed token are computed.
+    Decoding,
+    /// Ended; owns no page.
+    Finished,
+}
+
+/// How a row ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum FinishReason {
+    /// EOS, a stop token or a stop string.
+    Stop = 1,
+    /// `max_tokens` or `max_model_len`.
+    Length = 2,
+    /// See the row's [`RowError`].
+    Error = 3,
+    /// The caller aborted it.
+    Aborted = 4,
+}
+
+/// Why a row ended with [`FinishReason::Error`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum RowError {
+    /// It did not.
+    #[default]
+    None = 0,
+    /// The prompt leaves no room in `max_model_len`.
+    PromptTooLong = 1,
+    /// The row alone needs more pages than the pool has.
+    TooFewPages = 2,
+    /// No token at all.
+    EmptyPrompt = 3,
+}
+
+/// What a row reports when it ends.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counters {
+    /// Prompt tokens the prefix cache saved at first admission.
+    pub cached: usize,
+    /// Decode steps the row took part in.
+    pub steps: usize,
+    /// Drafts verified.
+    pub drafted: usize,
+    /// Drafts committed.
+    pub accepted: usize,
+    /// Drafts dropped unverified.
+    pub wasted: usize,
+    /// Times the row was preempted.
+    pub preempted: usize,
+}
+
+/// The draft model's share of a row. It can be dropped at any time and caught up later.
+#[derive(Clone, Debug, Default)]
+pub struct DraftState {
+    /// Draft block table; empty when the row does not draft.
+    pub pages: Vec<PageId>,
+    /// Committed tokens the draft model has seen.
+    pub computed: usize,
+    /// Names this life of the table; 0 while it is empty.
+    pub residency: u64,
+    /// The row does not draft before this decode step.
+    pub resume_at: u64,
+    /// Times the table was taken back for want of pages.
+    pub drops: u32,
+}
+
+/// One row.
+#[derive(Clone, Debug)]
+pub struct Sequence {
+    /// The caller's name for it.
+    pub request_id: i64,
+    /// Index into the shard table.
+    pub shard: u32,
+    /// Where it stands.
+    pub status: SequenceStatus,
+    /// The prompt, shared with the waiting queue; moved into `tokens` when admission is first tried.
+    prompt: Option<Arc<[i32]>>,
+    /// Committed tokens: prompt, then output.
+    pub tokens: Vec<i32>,
+    /// Tokens of the prompt.
+    pub num_prompt: usize,
+    /// Most output tokens.
+    pub max_tokens: usize,
+    /// False: always autoregressive.
+    pub may_draft: bool,
+    /// Stop conditions.
+    pub stop: StopConditions,
+    /// Committed tokens whose target KV is in the pages.
+    pub num_computed: usize,
+    /// Target block table.
+    pub pages: Vec<PageId>,
+    /// Pages from the front that were offered to the prefix cache.
+    pub num_published: usize,
+    page_hashes: Vec<PageHash>,
+    /// The draft model's share.
+    pub draft: DraftState,
+    /// Names this stay among the running rows; 0 while not running. A step's late result carries it.
+    pub residency: u64,
+    /// Order of first admission, from 1; 0 before.
+    pub seniority: u64,
+    /// Drafts of the outstanding step.
+    pub in_flight: usize,
+    /// Index of its own n-grams, made when first needed.
+    pub ngram: Option<Box<NgramIndex>>,
+    /// Open round of the shadow scorer.
+    pub shadow: Option<Box<Shadow>>,
+    /// How it ended.
+    pub finish: Option<FinishReason>,
+    /// Why, if by an error.
+    pub error: RowError,
+    /// The token that ended it.
+    pub stop_token: Option<i32>,
+    /// Bytes of text before the stop string.
+    pub text_cut: Option<usize>,
+    /// What it reports.
+    pub counters: Counters,
+}
+
+impl Sequence {
+    /// A waiting row.
+    #[must_use]
+    pub fn new(request_id: i64, shard: u32, prompt: Arc<[i32]>, max_tokens: usize) -> Self {
+        Self {
+            request_id,
+            shard,
+            status: SequenceStatus::Waiting,
+            num_prompt: prompt.len(),
+            prompt: Some(prompt),
+            tokens: Vec::new(),
+            max_tokens,
+            may_draft: true,
+            stop: StopConditions::default(),
+            num_computed: 0,
+            pages: Vec::new(),
+            num_published: 0,
+            page_hashes: Vec::new(),
+            draft: DraftState::default(),
+            residency: 0,
+            seniority: 0,
+            in_flight: 0,
+            ngram: None,
+            shadow: None,
+            finish: None,
+            error: RowError::None,
+            stop_token: None,
+            text_cut: None,
+            counters: Counters::default(),
+        }
+    }
+
+    /// Makes `tokens` valid for a row that never ran.
+    pub fn activate(&mut self) {
+        if let Some(prompt) = self.prompt.take() {
+            self.tokens = prompt.to_vec();
+        }
+    }
+
+    /// Frees what a finished row no longer needs.
+    pub fn deactivate(&mut self) {
+        self.activate();
+        self.page_hashes = Vec::new();
+        self.ngram = None;
+        self.shadow = None;
+    }
+
+    /// Committed tokens.
+    #[must_use]
+    pub fn num_committed(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Output tokens so far.
+    #[must_use]
+    pub fn num_output(&self) -> usize {
+        self.tokens.len().saturating_sub(self.num_prompt)
+    }
+
+    /// Output tokens.
+    #[must_use]
+    pub fn output(&self) -> &[i32] {
+        self.tokens.get(self.num_prompt..).unwrap_or(&[])
+    }
+
+    /// Whether it holds a row slot.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        matches!(self.status, SequenceStatus::Prefilling | SequenceStatus::Decoding)
+    }
+
+    /// Committed tokens the draft model has not seen.
+    #[must_use]
+    pub fn draft_gap(&self) -> usize {
+        self.tokens.len() - self.draft.computed
+    }
+
+    /// Names of the first `count` full pages.
+    pub fn page_hashes(&mut self, count: usize, block_size: usize) -> &[PageHash] {
+        for page in self.page_hashes.len()..count {
+            let parent = self.page_hashes.last().copied().unwrap_or(ROOT);
+            let tokens = &self.tokens[page * block_size..(page + 1) * block_size];
+            self.page_hashes.push(chain(parent, tokens));
+        }
+        &self.page_hashes[..count]
+    }
+
+    /// Accepted share of its drafts, with one success and one failure lent to every row.
+    #[must_use]
+    pub fn acceptance(&self) -> f64 {
+        (self.counters.accepted + 1) as f64 / (self.counters.drafted + 2) as f64
+    }
+}
+
+/// All rows by handle.
+#[derive(Clone, Debug, Default)]
+pub struct Slab {
+    slots: Vec<Option<Box<Sequence>>>,
+    vacant: Vec<Handle>,
+}
+
+impl Slab {
+    /// Stores a row.
+    pub fn insert(&mut self, sequence: Sequence) -> Handle {
+        let boxed = Some(Box::new(sequence));
+        if let Some(handle) = self.vacant.pop() {
+            self.slots[handle as usize] = boxed;
+            handle
+        } else {
+            self.slots.push(boxed);
+            (self.slots.len() - 1) as Handle
+        }
+    }
+
+    /// Takes a row out; its handle may be given to another from now on.
+    pub fn remove(&mut self, handle: Handle) -> Option<Box<Sequence>> {
+        let sequence = self.slots.get_mut(handle as usize)?.take()?;
+        self.vacant.push(handle);
+        Some(sequence)
+    }
+
+    /// The row, if the handle is in use.
+    #[must_use]
+    pub fn get(&self, handle: Handle) -> Option<&Sequence> {
+        self.slots.get(handle as usize)?.as_deref()
+    }
+
+    /// Rows in handle order.
+    pub fn iter(&self) -> impl Iterator<Item = (Handle, &Sequence)> {
+        self.slots.iter().enumerate().filter_map(|(i, slot)| slot.as_deref().map(|s| (i as Handle, s)))
+    }
+}
+
+impl std::ops::Index<Handle> for Slab {
+    type Output = Sequence;
+
+    fn index(&self, handle: Handle) -> &Sequence {
+        self.slots[handle as usize].as_deref().expect("a handle in a queue or a plan names a row")
+    }
+}
+
+impl std::ops::IndexMut<Handle> for Slab {
+    fn index_mut(&mut self, handle: Handle) -> &mut Sequence {
+        self.slots[handle as usize].as_deref_mut().expect("a handle in a queue or a plan names a row")
+    }
+}

@@ -1,0 +1,173 @@
+//! What each shard does (method and k) and what came of it: acceptance counts a shard, method and draft position.
+//! Knows nothing of rows.
+
+use std::collections::HashMap;
+
+use crate::error::{Result, ensure};
+use crate::shadow::Round;
+
+/// How drafts are proposed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(i32)]
+pub enum Method {
+    /// Not at all.
+    #[default]
+    None = 0,
+    /// Looked up in the row's own tokens.
+    Ngram = 1,
+    /// By the caller's draft model, whose KV lives in the draft tenant.
+    Draft = 2,
+    /// By the caller, without KV of its own.
+    External = 3,
+    /// Counts only: n-gram proposals scored against tokens committed anyway.
+    NgramShadow = 4,
+}
+
+const NUM_METHODS: usize = 5;
+
+/// A shard's choice; `k` is 0 exactly when the method is `None`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Speculation {
+    /// How.
+    pub method: Method,
+    /// How many drafts a row and step, at most.
+    pub k: usize,
+}
+
+impl Speculation {
+    /// From the caller's numbers.
+    ///
+    /// # Errors
+    /// `Error::Argument` for an unknown method, a k past `max_k`, or a draft model without draft tenant.
+    pub fn new(method: i32, k: i64, max_k: usize, has_draft_tenant: bool) -> Result<Self> {
+        let method = match method {
+            0 => Method::None,
+            1 => Method::Ngram,
+            2 => Method::Draft,
+            3 => Method::External,
+            _ => {
+                ensure(false, || format!("method: expected METHOD_NONE, NGRAM, DRAFT or EXTERNAL (0..=3), got {method}"))?;
+                Method::None
+            }
+        };
+        ensure((0..=max_k as i64).contains(&k), || format!("k: expected 0..={max_k} (max_speculative_tokens), got {k}"))?;
+        ensure(method != Method::Draft || has_draft_tenant, || {
+            "method: METHOD_DRAFT needs a scheduler with draft_block_size of at least 1, got 0".into()
+        })?;
+        Ok(if k == 0 || method == Method::None { Self::default() } else { Self { method, k: k as usize } })
+    }
+}
+
+/// Counts of one shard and method since they were last taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AcceptanceLine {
+    /// The caller's shard number.
+    pub shard: i32,
+    /// Of proposing.
+    pub method: Method,
+    /// Row-steps in which a proposal was asked for.
+    pub rounds: i64,
+    /// Row-steps in which there was one.
+    pub proposed: i64,
+    /// Row-steps that reached draft position j: j drafts before it were accepted.
+    pub offered: Vec<i64>,
+    /// Row-steps that accepted the draft at position j.
+    pub accepted: Vec<i64>,
+    /// Tokens those row-steps committed.
+    pub committed: i64,
+}
+
+#[derive(Clone, Debug)]
+struct Shard {
+    id: i32,
+    speculation: Speculation,
+    counts: [Option<Box<AcceptanceLine>>; NUM_METHODS],
+}
+
+/// All shards seen.
+#[derive(Clone, Debug, Default)]
+pub struct ShardTable {
+    default: Speculation,
+    shards: Vec<Shard>,
+    by_id: HashMap<i32, u32>,
+    touched: Vec<u32>,
+}
+
+impl ShardTable {
+    /// Index of a shard, made on first sight.
+    pub fn intern(&mut self, id: i32) -> u32 {
+        let next = self.shards.len() as u32;
+        let index = *self.by_id.entry(id).or_insert(next);
+        if index == next {
+            self.shards.push(Shard { id, speculation: self.default, counts: Default::default() });
+        }
+        index
+    }
+
+    /// The caller's number of a shard.
+    #[must_use]
+    pub fn id(&self, shard: u32) -> i32 {
+        self.shards[shard as usize].id
+    }
+
+    /// What a shard does.
+    #[must_use]
+    pub fn get(&self, shard: u32) -> Speculation {
+        self.shards[shard as usize].speculation
+    }
+
+    /// Changes one shard, or (None) all and those to come.
+    pub fn set(&mut self, shard: Option<i32>, speculation: Speculation) {
+        if let Some(id) = shard {
+            let index = self.intern(id);
+            self.shards[index as usize].speculation = speculation;
+        } else {
+            self.default = speculation;
+            for shard in &mut self.shards {
+                shard.speculation = speculation;
+            }
+        }
+    }
+
+    /// Books a row-step. `round.proposed` drafts stood for verification, of which `round.accepted` were committed.
+    pub fn record(&mut self, shard: u32, method: Method, round: Round, positions: usize) {
+        let entry = &mut self.shards[shard as usize];
+        if entry.counts.iter().all(Option::is_none) {
+            self.touched.push(shard);
+        }
+        let line = entry.counts[method as usize].get_or_insert_with(|| {
+            Box::new(AcceptanceLine {
+                shard: entry.id,
+                method,
+                offered: vec![0; positions],
+                accepted: vec![0; positions],
+                ..AcceptanceLine::default()
+            })
+        });
+        line.rounds += 1;
+        line.proposed += i64::from(round.proposed > 0);
+        line.committed += round.committed as i64;
+        // A row that ended inside the accepted run was not offered the next position.
+        let rejected = round.committed > round.accepted && round.accepted < round.proposed;
+        for count in &mut line.offered[..round.accepted + usize::from(rejected)] {
+            *count += 1;
+        }
+        for count in &mut line.accepted[..round.accepted] {
+            *count += 1;
+        }
+    }
+
+    /// Books a round of the shadow scorer.
+    pub fn record_shadow(&mut self, shard: u32, round: Round, positions: usize) {
+        self.record(shard, Method::NgramShadow, round, positions);
+    }
+
+    /// Takes the counts, shards in the order they were touched, methods in numerical order.
+    pub fn take(&mut self) -> Vec<AcceptanceLine> {
+        let mut lines = Vec::new();
+        for shard in self.touched.drain(..) {
+            lines.extend(self.shards[shard as usize].counts.iter_mut().filter_map(Option::take).map(|line| *line));
+        }
+        lines
+    }
+}
