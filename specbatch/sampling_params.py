@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,7 @@ class SamplingParams:
 
     temperature 0 is greedy decoding (ties: lowest token id). Penalties follow the usual definitions: repetition
     (Keskar et al., 2019, arXiv:1909.05858) over prompt and output, presence and frequency over the output.
+    Values come out in the declared types whatever numbers or sequences they went in as.
     """
 
     max_tokens: int = 128
@@ -23,38 +26,64 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None  # None: taken from the run's seed and the row, so a rerun repeats it
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # a single string is one stop string
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: int = 0  # stop tokens are held back until this many are out
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+        self._integer("max_tokens", 1, 2**31 - 1, "at least 1")
+        self._integer("top_k", 0, None, "at least 0 (0 is off)")
+        self._integer("min_tokens", 0, self.max_tokens, "between 0 and max_tokens")
+        self._number("temperature", lambda x: x >= 0, "at least 0 (0 is greedy)")
+        self._number("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1")
+        self._number("min_p", lambda x: 0 <= x <= 1, "between 0 and 1")
+        self._number("repetition_penalty", lambda x: x > 0, "above 0")
+        self._number("presence_penalty", lambda x: -2 <= x <= 2, "between -2 and 2")
+        self._number("frequency_penalty", lambda x: -2 <= x <= 2, "between -2 and 2")
+        if self.seed is not None:
+            self._integer("seed", 0, 2**63 - 1, "between 0 and 2**63 - 1")
+        for name in ("ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise self._error(name, "true or false")
+        self._sequences()
 
-        for name in ("max_tokens", "top_k", "min_tokens"):
-            value = getattr(self, name)
-            check(isinstance(value, int) and not isinstance(value, bool), name, "an integer")
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if isinstance(value, float):
-                check(math.isfinite(value), spec.name, "a finite number")
-        check(1 <= self.max_tokens <= 2**31 - 1, "max_tokens", "at least 1")
-        check(self.temperature >= 0, "temperature", "at least 0 (0 is greedy)")
-        check(self.top_k >= 0, "top_k", "at least 0 (0 is off)")
-        check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        check(self.repetition_penalty > 0, "repetition_penalty", "above 0")
-        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
-        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
-        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
-        check(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
-        check(all(isinstance(s, str) and s for s in self.stop), "stop", "a list of non-empty strings")
-        check(all(math.isfinite(b) for b in self.logit_bias.values()), "logit_bias", "token ids to finite numbers")
+    def _integer(self, name: str, low: int, high: int | None, allowed: str) -> None:
+        value = getattr(self, name)
+        if not _is_integer(value) or value < low or (high is not None and value > high):
+            raise self._error(name, f"an integer, {allowed}")
+        self._set(name, int(value))
+
+    def _number(self, name: str, allows: Any, allowed: str) -> None:
+        value = getattr(self, name)
+        if not _is_finite(value) or not allows(value):
+            raise self._error(name, f"a finite number, {allowed}")
+        self._set(name, float(value))
+
+    def _sequences(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
+        if stop is None or not all(isinstance(s, str) and s for s in stop):
+            raise self._error("stop", "a non-empty string or a list of them")
+        self._set("stop", stop)
+        tokens = _as_tuple(self.stop_token_ids)
+        if tokens is None or not all(_is_integer(t) and 0 <= t < 2**31 for t in tokens):
+            raise self._error("stop_token_ids", "a list of token ids")
+        self._set("stop_token_ids", tuple(int(t) for t in tokens))
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is_integer(t) and 0 <= t < 2**31 and _is_finite(b) for t, b in bias.items()
+        ):
+            raise self._error("logit_bias", "a mapping from token ids to finite numbers")
+        self._set("logit_bias", {int(t): float(b) for t, b in bias.items()})
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _error(self, name: str, allowed: str) -> ValueError:
+        return ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
     @property
     def is_greedy(self) -> bool:
@@ -63,3 +92,15 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_tuple(value: object) -> tuple[Any, ...] | None:
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else None

@@ -30,7 +30,7 @@ from specbatch.engine.logits import (
 from specbatch.engine.rng import Purpose, gumbel_at, stream_keys
 from specbatch.engine.sampling_state import RowParams
 
-_CHUNK = 8  # rows whose noise is made at once on a CPU: what fits its cache
+_CHUNK = 1 << 18  # noise made at once on a CPU: what fits its cache
 _CANDIDATES = (64, 512)  # how many of the largest logits to look at before taking all
 _WIDE_TOP_P = 0.5  # from here on a nucleus wider than that is searched from the noise
 
@@ -202,6 +202,10 @@ def _choose_by_group(
     return token_ids
 
 
+def _rows_at_once(vocab: int) -> int:
+    return max(1, _CHUNK // vocab)
+
+
 def _choose_greedy(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
     return _argmax(adjusted)
 
@@ -211,9 +215,10 @@ def _choose_open(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions
     temperature = temperature_of(rows, row_index)
     keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
     index = torch.arange(rows.vocab, dtype=torch.int32)
+    step = _rows_at_once(rows.vocab)
     chosen = [
         _argmax(gumbel_at(keys[:, part], index).add_(adjusted[part] / temperature[part]))
-        for part in (slice(begin, begin + _CHUNK) for begin in range(0, len(adjusted), _CHUNK))
+        for part in (slice(begin, begin + step) for begin in range(0, len(adjusted), step))
     ]
     return torch.cat(chosen)
 
@@ -234,7 +239,7 @@ def _choose_truncated(adjusted: Tensor, rows: RowParams, row_index: Tensor, posi
     for width in (*(c for c in _CANDIDATES if c < rows.vocab), rows.vocab):
         if width == rows.vocab:
             wide = (top_k[open_rows] == 0) & (top_p[open_rows] >= _WIDE_TOP_P)
-            for part in torch.split(open_rows[wide], _CHUNK):
+            for part in torch.split(open_rows[wide], _rows_at_once(width)):
                 token_ids[part] = _choose_wide_nucleus(
                     scaled[part], keys[:, part], total[part], top_p[part], min_p[part]
                 )

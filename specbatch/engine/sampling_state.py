@@ -94,10 +94,11 @@ class SamplingState:
         changed then.
         """
         many = [params] if isinstance(params, SamplingParams) else list(params)
-        if len(many) not in (1, len(handles)) or len(request_id) != len(handles) != len(prompt_offsets) - 1:
+        lengths = np.diff(prompt_offsets).astype(np.int32)
+        if len(many) not in (1, len(handles)) or not len(request_id) == len(handles) == len(lengths):
             raise ValueError(
-                f"{len(handles)} handles, {len(many)} params, {len(request_id)} request ids and "
-                f"{len(prompt_offsets)} prompt offsets do not belong together"
+                f"{len(handles)} handles, {len(many)} params, {len(request_id)} request ids and {len(lengths)} prompts "
+                "do not belong together"
             )
         groups: dict[int, tuple[SamplingParams, list[int]]] = {}
         for i, item in enumerate(many):
@@ -109,7 +110,6 @@ class SamplingState:
         self.release(handles)
         self._grow(int(handles.max()))
         seeds = row_seed(self.run_seed, request_id)
-        lengths = np.diff(prompt_offsets).astype(np.int32)
         for (item, members), entries in zip(groups.values(), biases, strict=True):
             chosen = np.arange(len(handles)) if len(many) == 1 else np.array(members)
             rows = handles[chosen]
@@ -128,7 +128,7 @@ class SamplingState:
                     self._prompts[int(handles[index])] = np.array(prompt_values[begin:end], np.int32)
 
     def check(self, params: SamplingParams) -> None:
-        """ValueError when a token of the bias, or a stop token that min_tokens holds back, is outside the vocabulary."""
+        """ValueError when a token of the bias, or a stop token held back by min_tokens, is outside the vocabulary."""
         self._bias_entries(params)
 
     def release(self, handles: NDArray[np.int32]) -> None:
