@@ -6,7 +6,7 @@ command does is in run_command.py and its neighbours, imported when the command 
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,10 +70,9 @@ def _usage_error(error: Any, args: list[str]) -> UsageError:
     known = args[0] if args and args[0] in BY_COMMAND else None
     if known is None and args and not args[0].startswith("-"):
         import difflib
-        from pathlib import Path
 
         close = difflib.get_close_matches(args[0], BY_COMMAND, n=1)
-        if Path(args[0]).suffix or Path(args[0]).exists():
+        if "." in args[0] or os.path.exists(args[0]):
             return UsageError(f"{args[0]!r} is not a command", hint=f"specbatch run {args[0]}")
         hint = f"did you mean {close[0]!r}?" if close else "the commands are " + ", ".join(BY_COMMAND)
         return UsageError(f"{args[0]!r} is not a command", hint=hint)
@@ -129,6 +128,8 @@ def _group_class() -> Any:
 
 def _callback(command: CommandSpec) -> Callable[..., Any]:
     """A function whose signature is the command's table, as Typer wants it; every value arrives as text or a switch."""
+    import inspect
+
     import typer
 
     names = {_parameter(option): option.name for option in command.options}

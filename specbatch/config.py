@@ -18,6 +18,8 @@ from specbatch.errors import InputMissing, UsageError
 from specbatch.options import BY_NAME, PANELS, RUN_OPTIONS, OptionSpec
 from specbatch.values import parse_value
 
+PREFIX = "SPECBATCH_"
+
 
 class Origin(IntEnum):
     """How specific a setting is: the higher wins."""
@@ -72,8 +74,10 @@ def resolve(command_line: Mapping[str, object], inputs: Iterable[str], environ: 
         if variable in known and environ[variable] != "":
             spec = known[variable]
             found.append(Setting(spec, parse_value(spec, environ[variable], variable), Origin.ENVIRONMENT, variable))
-        elif variable.startswith("SPECBATCH_") and variable not in known and _closest(variable, known):
-            settings.notes.append(f"{variable} is not an option{_did_you_mean(variable, known)}")
+        elif variable.startswith(PREFIX) and variable not in known:
+            close = _closest(variable.removeprefix(PREFIX), (name.removeprefix(PREFIX) for name in known))
+            if close:
+                settings.notes.append(f"{variable} is not an option; did you mean {PREFIX}{close[0]}?")
     for setting in found:
         current = settings.given.get(setting.spec.name)
         if current is None or setting.origin > current.origin:
@@ -90,12 +94,11 @@ def _read_file(path: Path, settings: Settings) -> None:
         raise InputMissing(f"{settings.label('config')}: no such file: {path}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read as TOML: {error}") from None
-    inputs = content.pop("input", None)
-    if inputs is not None and not settings.inputs:
+    if (inputs := content.pop("input", None)) is not None:
         items = [inputs] if isinstance(inputs, str) else inputs
         if not (isinstance(items, list) and items and all(isinstance(item, str) for item in items)):
             raise UsageError(f"input in {path.name} must be a path or a list of paths, got {inputs!r}")
-        settings.inputs = tuple(items)
+        settings.inputs = settings.inputs or tuple(items)
     for key, raw in content.items():
         name = key.replace("_", "-")
         label = f"{key} in {path.name}"

@@ -61,7 +61,8 @@ def build(settings: Settings) -> RunOptions:
             parts["engine"]["kv_memory_fraction"] = memory
     parts["engine"]["seed"] = parts["job"].get("seed", 0)
     parts["sampling"]["logprobs"] = parts["job"].get("logprobs", False)
-    parts["job"].setdefault("output", default_output(settings.inputs))
+    if "output" not in parts["job"]:
+        parts["job"]["output"] = default_output(settings.inputs)
     view = _make(settings, "view", lambda: ViewOptions(**parts["view"]))
     if view.log_format == "json" and view.progress in ("bar", "line"):
         _contradict(settings, "progress", "log-format")
@@ -78,7 +79,7 @@ def default_output(inputs: tuple[str, ...]) -> Path:
         raise UsageError(f"--output is needed with {what}", hint="say where the answers go: -o answers")
     path = Path(inputs[0])
     stem = path.name.split(".")[0] if path.suffix and not path.is_dir() else path.name
-    if not stem:
+    if stem in ("", ".", ".."):
         raise UsageError(f"--output is needed: no name can be made from {inputs[0]!r}", hint="-o answers")
     return path.with_name(f"{stem}.out")
 

@@ -29,7 +29,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 def make_target(options: EngineOptions) -> tuple[Target, EngineFactory]:
-    """What the job must know of the model, and how to make its engine. Raises UsageError naming the model and the fix."""
+    """What the job must know of the model, and how to make its engine. Raises UsageError naming model and fix."""
     if options.model == STAND_IN:
         from specbatch.standin import make_stand_in
 
@@ -44,6 +44,7 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
     from specbatch.models.builtin import builtin_paths
     from specbatch.models.support import model_shape
     from specbatch.models.tokenizer import HFTokenizer
+    from specbatch.models.tokenizer_compare import compare
 
     own = options.model is not None
     folder = Path(str(options.model)) if own else Path(builtin_paths()[0])
@@ -56,10 +57,10 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
         raise ValueError(f"--max-model-len {options.max_model_len} is beyond the model's {shape.max_model_len} tokens")
     tokenizer = HFTokenizer(folder)
     if options.draft_model:
-        difference = tokenizer.difference(HFTokenizer(options.draft_model))
-        if difference is not None:
-            hint = "use a draft model of the same family"
-            raise UsageError(f"draft model {options.draft_model} does not fit {folder}: {difference}", hint=hint)
+        comparison = compare(tokenizer, HFTokenizer(options.draft_model), model_shape(options.draft_model).vocab_size)
+        if not comparison.compatible:
+            message = f"draft model {options.draft_model} does not fit {folder}: {comparison.reason}"
+            raise UsageError(message, hint="use a draft model of the same family")
     target = Target(
         name=folder.name if own else "built-in",
         max_model_len=min(options.max_model_len or shape.max_model_len, shape.max_model_len),
