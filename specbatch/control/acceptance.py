@@ -32,6 +32,8 @@ EARLIER_SHARDS: Final = 16.0  # pseudo-counts what earlier shards found is worth
 OTHER_K: Final = 24.0  # pseudo-counts what other k found is worth
 NEXT_POSITION: Final = 4.0  # pseudo-counts p_{j-1} is worth for p_j
 OVERDISPERSION: Final = 2.0  # rounds of one row are alike: variances are this much above binomial
+SHARD_SD: Final = 0.25  # how far apart shards may be, and the rounds that settle where this one is
+SHARD_ROUNDS: Final = 8.0
 FAST_ROUNDS: Final = 256.0
 SLOW_ROUNDS: Final = 8192.0
 CHANGE_Z: Final = 4.0  # standard errors between the fast and the slow memory that count as a change
@@ -85,6 +87,7 @@ class Acceptance:
     accept: tuple[float, ...]  # [k] p_j, means
     count: tuple[float, ...]  # [k] offers (and pseudo-offers) behind each
     evidence: float  # rounds really counted, decayed, at any k
+    unknown: float = 0.0  # variance of p_1 on top: shards differ, and this one is hardly known
 
     @property
     def k(self) -> int:
@@ -106,7 +109,8 @@ class Acceptance:
         for j in range(self.k - 1, -1, -1):
             tail += prefix[j]
             slope = self.match * tail / max(self.accept[j], 1e-6)
-            variance += slope * slope * _beta_variance(self.accept[j], self.count[j])
+            unknown = self.unknown if j == 0 else 0.0
+            variance += slope * slope * (_beta_variance(self.accept[j], self.count[j]) + unknown)
         return math.sqrt(variance)
 
     def interval(self, position: int, mass: float = 0.9) -> tuple[float, float]:
@@ -240,8 +244,9 @@ class AcceptanceBook:
             accept.append(mean)
             count.append(n)
             before, strength = mean, NEXT_POSITION
-        evidence = sum(c.rounds for c in track.slow.values()) if track is not None else 0.0
-        return Acceptance(match, match_count, tuple(accept), tuple(count), evidence)
+        evidence = self.evidence(shard, method)
+        unknown = (SHARD_SD / (1.0 + evidence / SHARD_ROUNDS)) ** 2
+        return Acceptance(match, match_count, tuple(accept), tuple(count), evidence, unknown)
 
     def evidence(self, shard: int, method: int) -> float:
         """Rounds counted for the shard and method, decayed."""
@@ -253,12 +258,12 @@ class AcceptanceBook:
         track = self._tracks.get((shard, method))
         return track.changes if track is not None else 0
 
-    def fade(self, shard: int, method: int, factor: float) -> None:
-        """Trust old counts less; for a method that is not in use while its shard goes on."""
-        track = self._tracks.get((shard, method))
-        if track is not None:
-            for counts in (*track.slow.values(), *track.fast.values()):
-                counts.decay(factor)
+    def fade_idle(self, refreshed: set[tuple[int, int]], factor: float) -> None:
+        """Trust the counts of every (shard, method) not in `refreshed` less: nobody looked, and times change."""
+        for key, track in self._tracks.items():
+            if key not in refreshed:
+                for counts in (*track.slow.values(), *track.fast.values()):
+                    counts.decay(factor)
 
     def forget(self, shard: int) -> None:
         """Drop a finished shard; what it taught stays in the prior of shards to come."""

@@ -154,8 +154,8 @@ class Decision:
     k: int
     shards: tuple[ShardDecision, ...]
     shadow_ngram: int  # k of set_shadow_ngram; 0 is off
-    probe_draft_rows: int  # run the draft, teacher-forced, over what this many rows have produced (running or finished),
-    probe_draft_k: int  # count rounds of this many drafts (chain_counts), report them as METHOD_DRAFT_SHADOW
+    probe_draft_rows: int  # run the draft, teacher-forced, over what this many rows (running or finished) produced
+    probe_draft_k: int  # and count rounds of this many drafts (chain_counts), as METHOD_DRAFT_SHADOW
     max_rows: int
     changed: bool  # anything above differs from the last decision: the engine may skip an unchanged one
     reason: str

@@ -57,7 +57,7 @@ class PlainRows:
         self.token_budget = token_budget
         self.feed = feed
         self.draft_runs = runs(workload.draft_hits)
-        self.ngram_runs = np.where(workload.ngram_match, runs(workload.ngram_hits)[:, :-1], 0)
+        self.ngram_runs = runs(workload.ngram_hits)
         count = len(workload)
         self.produced = np.zeros(count, dtype=np.int64)
         self.draft_seen = np.full(count, -1, dtype=np.int64)  # tokens in the draft's KV; -1: no table
@@ -203,14 +203,15 @@ class PlainRows:
         target, draft = self._pages_in_use()
         free = self.pages - target - draft - len(rows)
         pages = self._blocks(np.ceil(length * self.ratio).astype(np.int64)) if self.ratio and not self.static else 0
-        chosen, tokens = [], 0
+        chosen: list[int] = []
+        tokens = 0
         need = np.broadcast_to(np.asarray(pages), rows.shape)
         for i in np.flatnonzero(behind):
             if need[i] > free or (chosen and tokens + length[i] > self.token_budget):
                 continue
             free -= int(need[i])
             tokens += int(length[i])
-            chosen.append(i)
+            chosen.append(int(i))
         if not chosen:
             return None
         picked = rows[chosen]
@@ -305,22 +306,22 @@ class PlainRows:
         """Score n-gram rounds of shadow_k drafts over the tokens being committed, as real rounds would have gone."""
         if not self.shadow_k:
             return
-        for i, row in enumerate(rows):
-            end = int(at[i] + committed[i])
-            start = max(int(self.shadow_open[row]), int(at[i]) if self.shadow_open[row] < at[i] else 0)
-            while start < end:
-                match = bool(self.work.ngram_match[row, start])
-                hits = min(self.shadow_k, int(self.ngram_runs[row, start])) if match else 0
-                line = self.counts.setdefault((int(shards[i]), METHOD_NGRAM_SHADOW), _line())
-                line[0] += 1
-                line[1] += match
-                for j in range(self.shadow_k if match else 0):
-                    if hits < j:
-                        break
-                    line[2][j] += 1
-                    line[3][j] += hits > j
-                start += hits + 1
-            self.shadow_open[row] = start
+        start = np.maximum(self.shadow_open[rows], at)
+        end = at + committed
+        while (open_ := start < end).any():
+            mine, where = rows[open_], start[open_]
+            match = self.work.ngram_match[mine, where]
+            hits = np.where(match, np.minimum(self.shadow_k, self.ngram_runs[mine, where]), 0)
+            for shard in np.unique(shards[open_]):
+                line = self.counts.setdefault((int(shard), METHOD_NGRAM_SHADOW), _line())
+                own = shards[open_] == shard
+                line[0] += int(own.sum())
+                line[1] += int(match[own].sum())
+                for j in range(self.shadow_k):
+                    line[2][j] += int((match & (hits >= j))[own].sum())
+                    line[3][j] += int((match & (hits > j))[own].sum())
+            start[open_] = where + hits + 1
+        self.shadow_open[rows] = start
 
 
 def _line() -> list[Any]:

@@ -1,0 +1,119 @@
+"""What a run has taught so far: acceptance, true step times, output lengths, seconds by mode.
+
+Owns the state that grows out of observations, and the order they are taken in. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbatch.control.acceptance import SHADOWS, AcceptanceBook
+from specbatch.control.correction import Arm, CostCorrection
+from specbatch.control.cost_model import StepCost
+from specbatch.control.records import (
+    METHOD_DRAFT_SHADOW,
+    METHOD_NGRAM_SHADOW,
+    STEP_DECODE,
+    STEP_DRAFT_PREFILL,
+    Observation,
+    StepStats,
+)
+from specbatch.control.scoring import OutputLengths, draft_prefill_seconds, step_parts
+
+IDLE_HALF_LIFE = 600.0  # decode steps in which an estimate nobody refreshes loses half its weight
+
+
+@dataclass(slots=True)
+class ShardHistory:
+    """What a shard's rows went through, for the report."""
+
+    seconds: dict[Arm, float] = field(default_factory=dict)  # decode seconds, by the share of rows
+    row_steps: int = 0
+    committed: int = 0  # by speculating row-steps
+    gain_over_ar: float = 0.0  # sum of log(rate in force / rate of AR), expected, over evaluations
+    gain_of_best_other: float = 0.0
+    evaluations: int = 0
+    reason: str = ""
+
+
+class Learner:
+    """Takes observations in; everything it holds is public to read."""
+
+    def __init__(self, cost: StepCost, prior: dict[str, Any] | None = None) -> None:
+        self.cost = cost
+        self.book = AcceptanceBook.from_json(prior) if prior else AcceptanceBook()
+        self.correction = CostCorrection()
+        self.lengths = OutputLengths()
+        self.history: dict[int, ShardHistory] = {}
+        self.seconds = 0.0  # of all steps
+        self.decode_steps = 0
+        self.step_seconds = 0.0  # of a recent decode step
+        self.draft_prefill_factor = 1.0  # real over predicted seconds of catching up
+        self.draft_shadow_seen = 0  # observations that carried teacher-forced counts
+        self._last_k: dict[tuple[int, int], int] = {}
+        self._tier = -1
+
+    def in_force(self, shard: int, arm: Arm) -> None:
+        """Remember under which k the counts to come were made."""
+        if arm[1]:
+            self._last_k[shard, arm[0]] = arm[1]
+
+    def learn(self, observation: Observation, shadow_k: int, probe_k: int, modes: dict[int, Arm]) -> None:
+        """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of."""
+        self.lengths.add(observation.finished_rows, observation.finished_output_tokens)
+        self.correction.advance()
+        for stats in observation.steps:
+            self._learn_steps(stats)
+        self._learn_acceptance(observation, shadow_k, probe_k)
+        decode = sum(s.seconds for s in observation.steps if s.kind == STEP_DECODE)
+        live = sum(s.running for s in observation.shards) or 1
+        for rows in observation.shards:
+            history = self.history.setdefault(rows.shard, ShardHistory())
+            arm = modes.get(rows.shard)
+            if arm is not None:
+                history.seconds[arm] = history.seconds.get(arm, 0.0) + decode * rows.running / live
+
+    def _learn_steps(self, stats: StepStats) -> None:
+        self.seconds += stats.seconds
+        steps = max(stats.steps, 1)
+        seconds = stats.seconds / steps
+        if stats.kind == STEP_DRAFT_PREFILL:
+            predicted = draft_prefill_seconds(self.cost) * stats.tokens
+            if predicted > 0 and stats.seconds > 0:
+                ratio = min(max(stats.seconds / predicted, 0.1), 10.0)
+                self.draft_prefill_factor *= (ratio / self.draft_prefill_factor) ** 0.3
+        if stats.kind != STEP_DECODE or stats.rows <= 0:
+            return
+        self.decode_steps += stats.steps
+        self.step_seconds = seconds
+        rows = stats.rows / steps
+        tier = int(2.0 * math.log2(max(rows, 1.0)))
+        if tier != self._tier:
+            if self._tier >= 0:
+                self.correction.new_tier()
+            self._tier = tier
+        arm: Arm = (stats.method, stats.k) if stats.k else (0, 0)
+        passes = {stats.k: stats.draft_tokens / steps / stats.k} if stats.k and stats.method == 2 else {}
+        parts = step_parts(self.cost, rows, stats.tokens / steps, stats.context / steps, passes)
+        self.correction.observe(arm, parts, seconds, stats.steps, stats.draft_seconds / steps)
+
+    def _learn_acceptance(self, observation: Observation, shadow_k: int, probe_k: int) -> None:
+        refreshed = set()
+        for sample in observation.acceptance:
+            if sample.method == METHOD_NGRAM_SHADOW:
+                k = shadow_k
+            elif sample.method == METHOD_DRAFT_SHADOW:
+                k = probe_k or len(sample.offered)
+                self.draft_shadow_seen += 1
+            else:
+                k = self._last_k.get((sample.shard, sample.method), len(sample.offered))
+                history = self.history.setdefault(sample.shard, ShardHistory())
+                history.row_steps += sample.rounds
+                history.committed += sample.committed
+            self.book.add(sample, k)
+            refreshed.add((sample.shard, SHADOWS.get(sample.method, sample.method)))
+        steps = sum(s.steps for s in observation.steps if s.kind == STEP_DECODE)
+        if steps:
+            self.book.fade_idle(refreshed, 0.5 ** (steps / IDLE_HALF_LIFE))

@@ -1,0 +1,233 @@
+"""Expected tokens a second of each thing the shards could do, and how sure that is.
+
+Owns the formula: rows x E / seconds, at the rows the memory allows each mode, with the cost of filling the draft's KV
+spread over the tokens it will serve. Knows nothing of hysteresis, probing or what is in force for how long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from specbatch.control.acceptance import Acceptance, AcceptanceBook
+from specbatch.control.correction import Arm, CostCorrection, Parts
+from specbatch.control.cost_model import StepCost
+from specbatch.control.records import METHOD_DRAFT, METHOD_NONE, Observation
+
+AR: Arm = (METHOD_NONE, 0)
+CATCH_UP_CHUNK = 512  # draft tokens a pass when a gap is filled, for its price
+DEFAULT_PROMPT, DEFAULT_LIMIT = 256.0, 128.0  # before anything runs
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """The live batch in the numbers a score needs."""
+
+    shards: tuple[tuple[int, float, float], ...]  # (shard, rows running, rows waiting)
+    running: float
+    waiting: float
+    cap: int  # rows the arrays hold
+    context: float  # mean tokens a running row
+    prompt: float  # mean
+    limit: float  # output tokens a row may have in all, mean
+    output: float  # output tokens a row is expected to have
+    remaining: float  # output tokens a running row is expected to have left
+    pages: float
+    pages_per_row: float  # target pages a row takes when the batch is in its stride
+
+    def rows(self, draft_share: float, draft_kv_ratio: float) -> float:
+        """Rows that could run at once if a share of them kept draft KV too."""
+        wanted = self.running + self.waiting
+        fit = self.pages / (self.pages_per_row * (1.0 + draft_kv_ratio * draft_share))
+        return max(1.0, min(wanted, float(self.cap), fit))
+
+
+@dataclass(slots=True)
+class OutputLengths:
+    """How long rows turn out, learned from those that finished; decays so that a new kind of row is noticed."""
+
+    rows: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, rows: int, tokens: int) -> None:
+        keep = 0.5 ** (rows / 256.0)
+        self.rows, self.tokens = self.rows * keep + rows, self.tokens * keep + tokens
+
+    def expect(self, produced: float, limit: float) -> tuple[float, float]:
+        """Expected output of a new row and expected rest of a running one (which has outlived the short ones)."""
+        prior = 4.0
+        output = (self.tokens + prior * 0.6 * limit) / (self.rows + prior)
+        rest = max(output - produced, 0.3 * produced, 0.25 * output)
+        return max(output, 1.0), max(min(rest, limit - produced), 1.0)
+
+
+def situation(observation: Observation, lengths: OutputLengths, block_size: int, cap: int) -> Situation:
+    """What an observation means for the score. Before anything runs, the waiting rows stand for the batch."""
+    o = observation
+    prompt = o.mean_prompt or DEFAULT_PROMPT
+    context = o.mean_context or prompt
+    produced = max(context - prompt, 0.0)
+    limit = produced + (o.mean_limit or (0.0 if o.running else DEFAULT_LIMIT))
+    output, remaining = lengths.expect(produced, max(limit, 1.0))
+    cap = max(cap, 1)
+    running = float(o.running)
+    waiting = float(o.waiting)
+    shards: list[tuple[int, float, float]] = [(s.shard, float(s.running), float(s.waiting)) for s in o.shards]
+    if not o.running:  # nothing runs yet: the first rows of the queue, shard by shard
+        start = min(waiting, cap) or 1.0
+        queued = sum(s[2] for s in shards) or 1.0
+        running, waiting = start, max(waiting - start, 0.0)
+        shards = [(s, w * start / queued, w * (1.0 - start / queued)) for s, _, w in shards]
+    elif (seen := sum(s[1] for s in shards)) and seen != running:  # counted at another moment of the step
+        shards = [(s, r * running / seen, w) for s, r, w in shards]
+    now = context / block_size + 0.5
+    stride = max(now, (prompt + output / 2.0) / block_size + 0.5) if waiting else now
+    shared = min(o.target_pages / (o.running * now), 1.0) if o.running and o.target_pages else 1.0
+    return Situation(
+        shards=tuple(shards),
+        running=running,
+        waiting=waiting,
+        cap=cap,
+        context=context,
+        prompt=prompt,
+        limit=limit if limit > 0 else 1.0,
+        output=output,
+        remaining=remaining,
+        pages=float(max(o.total_pages, 1)),
+        pages_per_row=max(stride * shared, 1e-3),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One assignment of modes, judged."""
+
+    arm: Arm  # of the shard in question
+    rows: float
+    tokens_per_row: float  # of the shard in question
+    seconds: float  # a step, corrected
+    rate: float  # tokens a second, catching up included
+    parts: Parts
+    lead: Arm  # the arm with the most drafts in the batch: what the step is booked under
+    acceptance_sd: float  # of log(rate), from acceptance
+
+    @property
+    def log_rate(self) -> float:
+        return math.log(self.rate)
+
+
+@dataclass(slots=True)
+class Scorer:
+    """Scores modes for one situation; estimates are looked up once each."""
+
+    book: AcceptanceBook
+    cost: StepCost
+    correction: CostCorrection
+    draft_kv_ratio: float
+    draft_prefill: float  # seconds a token of filling the draft's KV
+    now: Situation
+    in_force: Mapping[int, Arm]
+    _seen: dict[tuple[int, Arm], tuple[float, float, Acceptance]] = field(default_factory=dict)
+
+    def score(self, shard: int, arm: Arm, modes: Mapping[int, Arm]) -> Score:
+        """`shard` in `arm`, every other shard as in `modes` (AR where absent)."""
+        now = self.now
+        lines = [(s, arm if s == shard else modes.get(s, AR), run, wait) for s, run, wait in now.shards]
+        if not lines:
+            lines = [(shard, arm, now.running, now.waiting)]
+        live = sum(line[2] for line in lines) or 1.0
+        draft_share = sum(line[2] for line in lines if line[1][0] == METHOD_DRAFT) / live
+        rows = now.rows(draft_share, self.draft_kv_ratio)
+        scale = rows / live
+        tokens = committed = variance = 0.0
+        catch_up = 0.0  # seconds a committed token
+        passes: dict[int, float] = {}  # draft passes: rows by k
+        own, lead = 1.0, AR
+        for s, (method, k), run, wait in lines:
+            mine = run * scale
+            per_row, sd, estimate = self._tokens(s, (method, k))
+            committed += mine * per_row
+            variance += (mine * sd) ** 2
+            tokens += mine * (1.0 + estimate.match * k)
+            if s == shard:
+                own = per_row
+            if k > lead[1]:
+                lead = (method, k)
+            if method == METHOD_DRAFT and k:
+                passes[k] = passes.get(k, 0.0) + mine * estimate.match
+                catch_up += mine * per_row * self._catch_up(s, run, wait)
+        parts = self._parts(rows, tokens, passes)
+        seconds = self.correction.predict(lead, parts)
+        rate = committed / (seconds + catch_up)
+        return Score(arm, rows, own, seconds, rate, parts, lead, math.sqrt(variance) / committed)
+
+    def gain(self, candidate: Score, incumbent: Score) -> tuple[float, float]:
+        """log(rate of candidate / rate of incumbent): expectation and standard deviation."""
+        time_sd = self.correction.difference_sd(candidate.lead, candidate.parts, incumbent.lead, incumbent.parts)
+        spread = math.hypot(candidate.acceptance_sd, incumbent.acceptance_sd)
+        return candidate.log_rate - incumbent.log_rate, math.hypot(time_sd, spread)
+
+    def decode_parts(self, rows: float, tokens: float, context: float, draft_rows: float, k: int) -> Parts:
+        """Predicted parts of a step that ran: context and rows as they were."""
+        return self._parts(rows, tokens, {k: draft_rows} if draft_rows and k else {}, context)
+
+    def _parts(self, rows: float, tokens: float, passes: Mapping[int, float], context: float | None = None) -> Parts:
+        return step_parts(self.cost, rows, tokens, rows * self.now.context if context is None else context, passes)
+
+    def _tokens(self, shard: int, arm: Arm) -> tuple[float, float, Acceptance]:
+        """Expected committed tokens a row and step, their sd, and the estimate they come from."""
+        seen = self._seen.get((shard, arm))
+        if seen is None:
+            method, k = arm
+            if k == 0:
+                seen = 1.0, 0.0, _NOTHING
+            else:
+                estimate = self.book.estimate(shard, method, k)
+                raw, sd = estimate.tokens(), estimate.tokens_sd()
+                # a row's last round runs past its end by half a round on average
+                cut = self.now.output / (self.now.output + (raw - 1.0) / 2.0)
+                seen = min(raw * cut, self.now.limit), sd * cut, estimate
+            self._seen[shard, arm] = seen
+        return seen
+
+    def _catch_up(self, shard: int, running: float, waiting: float) -> float:
+        """Seconds of draft prefill a committed token of the shard: rows to come, and live ones without draft KV."""
+        now = self.now
+        missing = 0.0 if self.in_force.get(shard, AR)[0] == METHOD_DRAFT else running * now.context
+        tokens = running * now.remaining + waiting * now.output
+        return self.draft_prefill * (missing + waiting * now.prompt) / max(tokens, 1.0)
+
+
+_NOTHING = Acceptance(0.0, 1.0, (), (), 0.0)
+
+
+def step_parts(cost: StepCost, rows: float, tokens: float, context: float, passes: Mapping[int, float]) -> Parts:
+    """A decode step's seconds by cause. passes: rows that draft, by how many drafts."""
+    one = cost.target(1.0, 1.0, 1.0)
+    bare = cost.target(rows, tokens, rows)
+    full = cost.target(rows, tokens, max(context, rows))
+    drafting = sum(passes.values())
+    draft = 0.0
+    if drafting:
+        per_row = context / max(rows, 1.0)
+        for j in range(max(passes)):
+            live = sum(r for k, r in passes.items() if k > j)
+            draft += cost.draft(live, live, live * per_row)
+    fixed = min(one, bare)
+    return Parts(fixed, max(bare - fixed, 0.0), max(full - bare, 0.0), draft)
+
+
+def draft_prefill_seconds(cost: StepCost) -> float:
+    """Seconds of draft prefill a token, in chunks of one row."""
+    chunk = float(CATCH_UP_CHUNK)
+    return cost.draft(1.0, chunk, chunk / 2.0) / chunk
+
+
+def arms(methods: tuple[int, ...], ks: tuple[int, ...], allow_ar: bool, limit: float) -> list[Arm]:
+    """What a shard may do whose rows may produce `limit` tokens: the last token of a row is never drafted."""
+    usable = [k for k in ks if k < limit] or ([] if allow_ar else [min(ks)])
+    found = [AR] if allow_ar or not methods else []
+    found += [(method, k) for method in methods if method != METHOD_NONE for k in usable]
+    return found or [AR]
+
