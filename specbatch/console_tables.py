@@ -99,18 +99,18 @@ def _fit(columns: list[_Column], width: int) -> Table:
     while len(kept) > 1 and sum(c.width + gap for c in kept) - gap > width:
         kept.pop()
     chosen = [c for c in columns if c in kept]
+    spare = width - sum(c.width + gap for c in chosen if not c.elastic)
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", show_edge=False)
     for column in chosen:
-        table.add_column(
-            column.title,
-            justify="right" if column.right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=None if column.elastic else min(column.width, width),
-        )
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True, overflow="crop")
     for row in zip(*(c.cells for c in chosen), strict=True):
-        table.add_row(*(Text(cell) for cell in row))
+        cells = zip(row, chosen, strict=True)
+        table.add_row(*(Text(_cut(cell, spare) if column.elastic else cell) for cell, column in cells))
     return table
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 3, 0)] + "..."[: max(width, 0)]
 
 
 def print_report(console: Console, report: RunReport) -> None:

@@ -9,14 +9,25 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import TextIO
 
 _REPLACEMENTS = {0x2014: "-", 0x2013: "-", 0x2026: "...", 0xB7: "-", 0x2192: "->", 0xD7: "x"}
 
 
-def ascii_only(stream: TextIO) -> bool:
-    """Whether the stream's encoding has only ASCII to show glyphs with (LANG=C, or nothing known of it)."""
-    return not (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "").startswith("utf")
+def ascii_only(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether only ASCII can be shown: by the stream's encoding, or by a locale of C (LANG=C).
+
+    Python itself turns the C locale into C.UTF-8 (PEP 538) and leaves LC_CTYPE behind; the terminal did not change.
+    """
+    if not (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "").startswith("utf"):
+        return True
+    if environ.get("PYTHONIOENCODING") or environ.get("PYTHONUTF8") == "1":
+        return False
+    if environ.get("LC_ALL"):
+        return environ["LC_ALL"] in ("C", "POSIX")
+    coerced = environ.get("LC_CTYPE", "") in ("", "C", "POSIX", "C.UTF-8", "C.utf8", "UTF-8")
+    return coerced and environ.get("LANG", "") in ("", "C", "POSIX")
 
 
 class SafeStream:
@@ -29,8 +40,8 @@ class SafeStream:
         self._stream = stream
         self._lock = threading.Lock()
         self.failed = stream is None or stream.closed
-        self.encoding: str = getattr(stream, "encoding", None) or "ascii"
-        self.plain = stream is None or ascii_only(stream)
+        self.plain = stream is None or ascii_only(stream, os.environ)
+        self.encoding: str = "ascii" if self.plain else getattr(stream, "encoding", "utf-8")
 
     def write(self, text: str) -> int:
         if not self.failed and self._stream is not None:
@@ -71,7 +82,7 @@ class SafeStream:
         return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 
-def is_smart(stream: SafeStream, environ: dict[str, str] | os._Environ[str]) -> bool:
+def is_smart(stream: SafeStream, environ: Mapping[str, str]) -> bool:
     """A terminal that can redraw lines: not a file, not TERM=dumb or unknown."""
     return stream.isatty() and environ.get("TERM", "") not in ("", "dumb", "unknown")
 
