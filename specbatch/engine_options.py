@@ -35,6 +35,7 @@ class EngineOptions:
 
     model: str | None = None  # folder of a checkpoint; None: the built-in pair; "stand-in": the test engine
     draft_model: str | None = None  # folder; None: no draft model (the built-in pair brings its own)
+    chat_template: str | None = None  # Jinja text, instead of the model's own
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     devices: tuple[int, ...] | Literal["all"] = ()  # CUDA devices to share the shards; (): only `device`
     dtype: Dtype = "auto"

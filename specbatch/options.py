@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Kind = Literal[
-    "text", "path", "int", "float", "switch", "choice", "duration", "size", "memory", "share", "list", "paths",
+    "text", "path", "file", "int", "float", "switch", "choice", "duration", "size", "memory", "share", "list", "paths",
     "columns", "ints", "biases", "devices",
 ]  # fmt: skip
 
@@ -83,6 +83,8 @@ RUN_OPTIONS: Final[tuple[OptionSpec, ...]] = (
        choices=("auto", "on", "off")),
     _o("system", COLUMNS, "text", "job.system_prompt", "System message put before every conversation.", "TEXT",
        aliases=("--system-prompt",)),
+    _o("chat-template", COLUMNS, "file", "engine.chat_template", "Jinja file, instead of the model's own template.",
+       "FILE"),
     _o("params-column", COLUMNS, "text", "job.params_column", "Column (struct or JSON) with sampling options.", "NAME"),
     _o("limit", COLUMNS, "int", "job.limit", "Only the first N rows.", "N"),
     _o("overlong", COLUMNS, "choice", "job.overlong", "For prompts that do not fit.", "POLICY", default="error",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
-from specbatch.config import Origin, Settings
+from specbatch.config import Origin, Setting, Settings
 from specbatch.engine_options import EngineOptions
 from specbatch.errors import UsageError
 from specbatch.job.options import JobOptions
@@ -52,7 +52,7 @@ def build(settings: Settings) -> RunOptions:
     parts: dict[str, dict[str, Any]] = {"job": {}, "sampling": {}, "engine": {}, "view": {}}
     for setting in settings.given.values():
         part, _, name = setting.spec.field.partition(".")
-        parts[part][name] = setting.value
+        parts[part][name] = _content(setting) if setting.spec.kind == "file" else setting.value
     if "kv_memory" in parts["engine"]:
         memory = parts["engine"].pop("kv_memory")
         if isinstance(memory, int):
@@ -82,6 +82,14 @@ def default_output(inputs: tuple[str, ...]) -> Path:
     if stem in ("", ".", ".."):
         raise UsageError(f"--output is needed: no name can be made from {inputs[0]!r}", hint="-o answers")
     return path.with_name(f"{stem}.out")
+
+
+def _content(setting: Setting) -> str:
+    """The text of a file that an option names."""
+    try:
+        return Path(str(setting.value)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{setting.label}: cannot read {setting.value}: {error}") from None
 
 
 _Pair = tuple[tuple[str, ...], str, Callable[[Settings], bool], str]

@@ -55,7 +55,7 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
     shape = model_shape(folder)
     if options.max_model_len is not None and options.max_model_len > shape.max_model_len:
         raise ValueError(f"--max-model-len {options.max_model_len} is beyond the model's {shape.max_model_len} tokens")
-    tokenizer = HFTokenizer(folder)
+    tokenizer = HFTokenizer(folder, chat_template=options.chat_template)
     if options.draft_model:
         comparison = compare(tokenizer, HFTokenizer(options.draft_model), model_shape(options.draft_model).vocab_size)
         if not comparison.compatible:

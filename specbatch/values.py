@@ -40,6 +40,10 @@ def _text(spec: OptionSpec, raw: object) -> str:
     return raw
 
 
+def _path(spec: OptionSpec, raw: object) -> Path:
+    return Path(_text(spec, raw))
+
+
 def _int(spec: OptionSpec, raw: object) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int | str):
         raise ValueError("an integer")
@@ -159,7 +163,7 @@ def _devices(spec: OptionSpec, raw: object) -> tuple[int, ...] | str:
 
 
 _PARSERS: Final[Mapping[str, Callable[[OptionSpec, object], object]]] = {
-    "text": _text, "path": lambda spec, raw: Path(_text(spec, raw)), "int": _int, "float": _float, "switch": _switch,
+    "text": _text, "path": _path, "file": _path, "int": _int, "float": _float, "switch": _switch,
     "choice": _choice, "duration": _duration, "size": _size, "memory": _memory, "share": _share, "list": _list,
     "paths": _paths, "columns": _columns, "ints": _ints, "biases": _biases, "devices": _devices,
 }  # fmt: skip

@@ -154,7 +154,7 @@ EVERY: dict[str, object] = {
     "log-interval": "9s", "log-format": "text", "metrics-file": "m.prom", "dry-run": True,
 }  # fmt: skip
 # Options that contradict one of the above; tested with the others in test_a_options.py.
-ELSEWHERE = {"messages-column", "template", "retry-failed", "config", "print-config"}
+ELSEWHERE = {"chat-template", "messages-column", "template", "retry-failed", "config", "print-config"}
 
 
 def test_print_config_is_a_file_that_gives_the_same_settings(tmp_path: Path) -> None:

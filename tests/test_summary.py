@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from specbatch.control.records import AcceptanceSample, Candidate, Decision, Observation, ShardDecision, ShardRows
-from specbatch.errors import DiskFull, InputMissing, OutputLocked, OutputMismatch
+from specbatch.errors import ROW_ERROR_CODES, DiskFull, ExitCode, InputMissing, OutputLocked, OutputMismatch
 from specbatch.job.evidence import read_evidence
 from specbatch.job.manifest import DIRECTORY, SUCCESS, InputEntry, Manifest, PartEntry
 from specbatch.job.options import JobResult
 from specbatch.job.report import report
 from specbatch.job.shards import Shard
 from specbatch.job.summary import error_line, error_object, final_line, metrics_text, result_object, write_metrics
+from specbatch.options import RUN_OPTIONS
 
 
 def a_result(**changes: Any) -> JobResult:
@@ -205,3 +206,23 @@ def test_an_unwritable_metrics_file_is_a_resource_error(tmp_path: Path) -> None:
     with pytest.raises((DiskFull, OSError)):
         write_metrics(tmp_path / "no" / "such" / "x.prom", a_result(), exit_code=0, output="o")
     assert replace(a_result(), rows=1).rows == 1
+
+
+def test_the_page_about_the_output_names_everything_there_is() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "output.md").read_text()
+    wanted = [f"| `{code}` |" for code in ROW_ERROR_CODES]
+    wanted += [f"| `{name}` |" for name in result_object(a_result(), version="1", settings={})]
+    wanted += [f"| {code} |" if code < 130 else str(int(code)) for code in map(int, ExitCode)]
+    assert [text for text in wanted if text not in page] == []
+
+
+def test_the_pages_name_only_options_and_metrics_that_exist() -> None:
+    known = {option.flag for option in RUN_OPTIONS} | {"--decisions", "--help", "--version"}
+    metrics = metrics_text(a_result(row_errors_by_code={"a": 1}), exit_code=0, output="x")
+    for name in ("output.md", "cron.md"):
+        page = (Path(__file__).parent.parent / "docs" / name).read_text()
+        inside = "\n".join(line for line in page.splitlines() if not line.startswith(("#SBATCH", "systemctl")))
+        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", inside)) - {"--now"}:
+            assert flag in known, (name, flag)
+        for metric in set(re.findall(r"specbatch_[a-z_]+", page)):
+            assert metric in metrics, (name, metric)
