@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from specbatch.compose import make_engine
+from specbatch.engine.plan import model_paths
 from specbatch.engine_options import EngineOptions
-from specbatch.models.builtin import builtin_paths
 from specbatch.models.tokenizer import HFTokenizer
 from specbatch.requests import FinishedRows, RequestBatch
 from specbatch.sampling_params import SamplingParams
@@ -52,7 +52,7 @@ class Engine:
         self, *, log_decision: Callable[[Mapping[str, object]], None] | None = None, **options: Any
     ) -> None:
         self.options = EngineOptions(**options)
-        self.tokenizer = HFTokenizer(self.options.model or builtin_paths()[0])
+        self.tokenizer = HFTokenizer(model_paths(self.options)[0])
         self.core = make_engine(self.options, log_decision=log_decision, tokenizer=self.tokenizer)
 
     def generate(

@@ -152,7 +152,7 @@ class Engine:
         info = self.core.step(self._step_id, token_ids, num_sampled, num_draft, self.arrays.core)
         self._no_result()
         self._info = info
-        self._step_id = info.step_id
+        self._step_id = info.step_id if info.kind != _core.STEP_IDLE else _NO_STEP
         return info
 
     def _catch_up(self, info: StepInfo) -> None:

@@ -14,7 +14,6 @@ import torch
 from specbatch.engine.device import free_memory, resolve_device, resolve_dtype, use_threads
 from specbatch.engine.kv_layout import KVShape, PageLayout, plan_pages
 from specbatch.engine_options import EngineOptions
-from specbatch.models.builtin import builtin_paths
 from specbatch.models.support import ModelShape, model_shape
 from specbatch.models.tokenizer import HFTokenizer
 from specbatch.models.tokenizer_compare import compare
@@ -147,6 +146,8 @@ def model_paths(options: EngineOptions) -> tuple[str, str | None]:
     """Folders of the target and of the draft model (None: there is none, or it is not wanted)."""
     if options.model is not None:
         return options.model, options.draft_model
+    from specbatch.models.builtin import builtin_paths
+
     target, draft = builtin_paths()
     return str(target), str(draft) if options.speculate in ("auto", "draft") else None
 
