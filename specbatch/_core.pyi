@@ -12,6 +12,33 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "ERROR_EMPTY_PROMPT",
+    "ERROR_NONE",
+    "ERROR_PROMPT_TOO_LONG",
+    "ERROR_TOO_FEW_PAGES",
+    "FINISH_ABORTED",
+    "FINISH_ERROR",
+    "FINISH_LENGTH",
+    "FINISH_STOP",
+    "METHOD_DRAFT",
+    "METHOD_EXTERNAL",
+    "METHOD_NGRAM",
+    "METHOD_NGRAM_SHADOW",
+    "METHOD_NONE",
+    "STEP_DECODE",
+    "STEP_DRAFT_PREFILL",
+    "STEP_IDLE",
+    "STEP_PREFILL",
+    "AcceptanceCounts",
+    "FinishedBatch",
+    "Scheduler",
+    "StepBuffers",
+    "StepInfo",
+    "__version__",
+    "find_ngram",
+]
+
 __version__: Final[str]
 
 # StepInfo.kind
@@ -191,7 +218,9 @@ class Scheduler:
         A step_id that is not the outstanding step raises ValueError and changes nothing. After STEP_DRAFT_PREFILL
         pass B = 0 and its step_id."""
     def abort_step(self, step_id: int) -> None:
-        """Forget the outstanding step (an exception between draft and verify): reservations go back, nothing is committed."""
+        """Forget the outstanding step (an exception between draft and verify): reservations go back, nothing is committed.
+
+        Nothing happens when the last step was idle or is forgotten already; ValueError for any other step_id."""
     def set_speculation(self, method: int, k: int, shard: int | None = None) -> None:
         """What rows do from the next step on; for one shard, or (None) for all and for shards to come.
 

@@ -156,11 +156,15 @@ impl Scheduler {
     }
 
     /// Forgets the outstanding step: its reservations go back, nothing is committed, its drafts count as wasted.
+    /// Nothing happens when the last step was idle or is forgotten already.
     ///
     /// # Errors
-    /// `Error::Argument` when `step_id` is not outstanding.
+    /// `Error::Argument` when `step_id` is not the last step.
     pub fn abort_step(&mut self, step_id: i64) -> Result<()> {
-        ensure(self.outstanding && step_id == self.last_step_id, || self.not_outstanding(step_id))?;
+        ensure(step_id == self.last_step_id, || self.not_outstanding(step_id))?;
+        if !self.outstanding {
+            return Ok(());
+        }
         for i in 0..self.plan.rows.len() {
             let row = self.plan.rows[i];
             if self.is_current(&row) {
