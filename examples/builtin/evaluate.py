@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import torch
+from rows import EncodedRow, collate, encode
 from tokenizers import Tokenizer
-from train import collate, encode
 from train_tokenizer import END, PAD
 from transformers import LlamaForCausalLM
 
@@ -45,7 +45,7 @@ def greedy(model: LlamaForCausalLM, prompts: list[list[int]], pad: int, end: int
 
 
 @torch.no_grad()
-def draft_hits(draft: LlamaForCausalLM, rows: list[tuple[list[int], int]], pad: int) -> list[list[bool]]:
+def draft_hits(draft: LlamaForCausalLM, rows: list[EncodedRow], pad: int) -> list[list[bool]]:
     """For each token of each answer: would the draft have proposed it after the tokens before it?"""
     hits: list[list[bool]] = []
     for start in range(0, len(rows), 64):
