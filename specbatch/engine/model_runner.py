@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,15 @@ from specbatch.models.loading import LoadedModel
 class ModelRunner:
     """Binds a model to its KV pages and an attention backend.
 
-    Tensors of a step may be padded: tokens past metadata.num_tokens are computed but reach no page (slot -1) and no row.
+    Tensors of a step may be padded: tokens past metadata.num_tokens are computed, but reach no page (slot -1) and no
+    row. One runner owns its model: making another one over the same model takes the model over.
     """
 
     def __init__(self, model: LoadedModel, pages: Tensor, backend: AttentionBackend) -> None:
-        """`pages` [num_pages, layers, 2, block_size, kv_heads, head_dim]: PagedKVCache.pages("target" or "draft")."""
+        """`pages` [num_pages, layers, 2, block_size, kv_heads, head_dim]: PagedKVCache.pages("target" or "draft").
+
+        Raises ValueError when the pages are another model's.
+        """
         expected = (model.shape.num_layers, 2, model.shape.num_kv_heads, model.shape.head_dim)
         actual = (pages.shape[1], pages.shape[2], pages.shape[4], pages.shape[5])
         if actual != expected:
@@ -26,6 +32,7 @@ class ModelRunner:
         self.pages = pages
         self._step = model.step
         self._step.backend = backend
+        self._wiring_checked = False
         for layer in model.layers:
             layer.key_pages, layer.value_pages = pages[:, layer.layer, 0], pages[:, layer.layer, 1]
 
@@ -35,25 +42,44 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Tensor:
-        """Run packed tokens [T] and return float32 logits [L, vocab] of the packed tokens `logits_indices` [L]."""
-        self._step.metadata = metadata
-        output = self.model.module(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=metadata.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=logits_indices,
-        )
+        """Run packed tokens [T] (int32); returns float32 logits [L, vocab] of the packed tokens `logits_indices` [L].
+
+        The model's own head is used, on those tokens alone, with whatever scaling or capping it applies.
+        """
+        output = self._run(self.model.module, input_ids, metadata, logits_to_keep=logits_indices)
         logits: Tensor = output.logits[0]
         return logits.float()
 
     @torch.inference_mode()
     def forward_hidden(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Run packed tokens [T] for their KV alone; returns the last hidden states [T, hidden], without logits."""
-        self._step.metadata = metadata
-        output = self.model.module.base_model(  # type: ignore[operator]
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=metadata.positions.unsqueeze(0),
-            use_cache=False,
-        )
+        output = self._run(self.model.module.base_model, input_ids, metadata)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _run(self, module: Any, input_ids: Tensor, metadata: AttentionMetadata, **kwargs: Any) -> Any:
+        self._step.metadata = metadata
+        if not self._wiring_checked:
+            self._step.called = []
+        try:
+            output = module(
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=metadata.positions.unsqueeze(0),
+                use_cache=False,
+                **kwargs,
+            )
+        finally:
+            called, self._step.called = self._step.called, None
+        if called is not None:
+            self._check_wiring(called)
+        return output
+
+    def _check_wiring(self, called: list[int]) -> None:
+        """Once: every layer attended exactly once through our function (a model that keeps to its own would be wrong)."""
+        expected = list(range(self.model.shape.num_layers))
+        if called != expected:
+            raise RuntimeError(
+                f"{type(self.model.module).__name__} attended through specbatch in layers {called}, not in {expected}: it "
+                "cannot run on paged KV"
+            )
+        self._wiring_checked = True

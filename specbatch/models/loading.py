@@ -1,8 +1,12 @@
-"""Local model folders to modules that attend through specbatch. The only place that imports transformers' models."""
+"""Local model folders to modules that attend through specbatch. The only place that imports transformers' models.
+
+Imports are made inside the functions: transformers takes as long to import as torch does.
+"""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +17,21 @@ from torch import nn
 from specbatch.engine.kv_layout import KVShape
 from specbatch.models import attention_hook
 from specbatch.models.attention_hook import ATTENTION_NAME, LayerContext, StepContext
-from specbatch.models.support import ModelShape, model_shape
+from specbatch.models.shape import count_parameters, rope_type, shape_from_config
+from specbatch.models.support import ModelShape, Support, check_support, model_shape, read_config
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model in eval mode whose attention layers wait for KV pages (a ModelRunner binds them)."""
+    """A model in eval mode whose attention layers wait for KV pages (a ModelRunner binds them).
 
-    module: nn.Module  # transformers' ...ForCausalLM
+    `module` is called with input_ids [1, T], position_ids [1, T], use_cache=False and logits_to_keep [L].
+    """
+
+    module: nn.Module
     config: Any  # its transformers config
     shape: ModelShape
+    support: Support
     device: torch.device
     dtype: torch.dtype
     layers: list[LayerContext]
@@ -30,9 +39,8 @@ class LoadedModel:
 
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(
-            self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_dim, attention_hook.dtype_name(self.dtype)
-        )
+        shape = self.shape
+        return KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, str(self.dtype).removeprefix("torch."))
 
     @property
     def vocab_size(self) -> int:
@@ -41,41 +49,65 @@ class LoadedModel:
 
 def load_config(path: str | Path) -> Any:
     """The transformers config of a local folder. Raises ValueError naming the folder and the reason."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    read_config(path)
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the config of {path} cannot be loaded: {error}") from error
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Load a local folder's weights (safetensors only, no remote code). Raises ValueError naming the folder and the reason."""
-    shape = model_shape(path)
+    """Load a local folder: safetensors only, no remote code, no network.
+
+    Raises ValueError naming the folder and the reason, weights missing from the files included.
+    """
+    model_shape(path)  # refuses what cannot be right before anything heavy is imported
+    if not list(Path(path).glob("*.safetensors")):
+        raise ValueError(f"{path} has no *.safetensors files (other weight formats can run code and are not read)")
     config = load_config(path)
     attention_hook.register()
     from transformers import AutoModelForCausalLM
 
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
+        with _quiet():
+            module, report = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"the model in {path} cannot be loaded: {error}") from error
-    module = module.to(device)
-    return wrap_module(module, shape)
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        raise ValueError(
+            f"the files in {path} lack {len(missing)} weights of {type(module).__name__} (first: {missing[0]}); transformers "
+            "would fill them with random numbers"
+        )
+    return wrap_module(module.to(device), count_parameters(path))
 
 
-def wrap_module(module: nn.Module, shape: ModelShape) -> LoadedModel:
-    """Take a transformers ...ForCausalLM that was made with attn_implementation="specbatch" into use."""
+def wrap_module(module: nn.Module, num_parameters: int | None = None) -> LoadedModel:
+    """Take a transformers ...ForCausalLM made with attn_implementation="specbatch" into use, in eval mode, without gradients.
+
+    Its config, with every default filled in, is judged again here. Raises ValueError with the reason.
+    """
+    config: Any = module.config
+    values = config.to_dict()
+    support = check_support(values)
+    if support.status == "refused":
+        raise ValueError(f"{type(module).__name__} cannot be run: {'; '.join(support.reasons)}")
+    if getattr(config, "_attn_implementation", None) != ATTENTION_NAME:
+        raise ValueError(f"{type(module).__name__} was made with another attention than {ATTENTION_NAME!r}")
+    shape = shape_from_config(values, num_parameters or sum(p.numel() for p in module.parameters()))
     module.eval().requires_grad_(False)
+    _freeze_rope(module)
     step = StepContext()
     layers = []
     for attention in attention_hook.attention_modules(module, shape.num_layers):
@@ -84,4 +116,26 @@ def wrap_module(module: nn.Module, shape: ModelShape) -> LoadedModel:
         attention_hook.attach(attention, context)
         layers.append(context)
     parameter = next(module.parameters())
-    return LoadedModel(module, module.config, shape, parameter.device, parameter.dtype, layers, step)
+    return LoadedModel(module, config, shape, support, parameter.device, parameter.dtype, layers, step)
+
+
+def _freeze_rope(module: nn.Module) -> None:
+    """Stop rotary modules from looking at a batch's longest row: contexts stay where the first frequencies are right."""
+    for rotary in module.modules():
+        kind = getattr(rotary, "rope_type", None)
+        if isinstance(kind, str) and rope_type({"rope_type": kind}) in ("dynamic", "longrope"):
+            rotary.rope_type = "default"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar of transformers' own over the run's display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

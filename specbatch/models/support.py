@@ -1,131 +1,146 @@
-"""What a model is and whether specbatch can run it right, from config.json alone: no torch, no transformers."""
+"""Whether specbatch can run a model right, decided from config.json by name: no torch, no transformers.
+
+What cannot be right yet is refused with the reason; model types nobody has proved are let through here and compared with
+transformers' own attention when they are loaded.
+"""
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-Config = Mapping[str, Any]
+from specbatch.models.shape import (
+    Config,
+    ModelShape,
+    count_parameters,
+    length_limit,
+    read_config,
+    shape_from_config,
+    sliding_windows,
+)
+
+__all__ = [
+    "PROVED",
+    "ModelShape",
+    "Support",
+    "check_support",
+    "count_parameters",
+    "model_shape",
+    "read_config",
+    "shape_from_config",
+    "sliding_windows",
+]
+
+# Model types whose packed, paged decoding is tested token for token against transformers' generate.
+PROVED = frozenset()
+
+_RECURRENT = frozenset(
+    "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv xlstm nemotron_h falcon_h1 lfm2 lfm2_moe lfm3 "
+    "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe kimi_linear minimax olmo_hybrid bailing_hybrid plamo2 zaya qwen4_exp".split()
+)
+_OWN_ATTENTION = frozenset(
+    "bloom mpt falcon gpt_neo gpt_neox_japanese xglm cpmant rembert roformer prophetnet big_bird reformer xlnet ctrl "
+    "openai-gpt transfo-xl".split()
+)
+_OWN_CACHE = {
+    "deepseek_v32": "it attends to tokens an indexer picks",
+    "deepseek_v4": "it attends to tokens an indexer picks",
+    "glm_moe_dsa": "it attends to tokens an indexer picks",
+    "doge": "its mask depends on the values it caches",
+    "diffllama": "it splits cached values between two attentions",
+    "modernbert-decoder": "its attention looks both ways within a window",
+    "longcat_flash": "it has two attentions a layer",
+    "hrm_text": "it runs its layers several times over",
+    "csm": "it generates audio codes",
+    "moshi": "it generates audio codes",
+    "blt": "it works on bytes in patches",
+}
+_MULTIMODAL_KEYS = ("vision_config", "audio_config", "vision_tower_config", "speech_config", "image_token_id", "image_token_index")
+_GENERATION_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of a decoder-only language model."""
+class Support:
+    """`proved`: tested against transformers; `unproved`: compared when loaded; `refused`: `reasons` say why."""
 
-    model_type: str
-    architecture: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    max_model_len: int  # tokens of context the positions allow
-    sliding_windows: tuple[int | None, ...]  # one a layer
-    num_parameters: int  # exact where the weights' headers can be read, else an estimate
-    dtype: str | None  # of the checkpoint, where it says
-    softcap: bool = False
-    sinks: bool = False
-    num_experts: int = 0
-
-    def parameter_bytes(self, itemsize: int) -> int:
-        return self.num_parameters * itemsize
-
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises ValueError that names the folder when it is not one."""
-    file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is not a model folder: it has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} does not hold a JSON object")
-    return config
-
-
-def _first(config: Config, *names: str, default: Any = None) -> Any:
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    return default
+    status: Literal["proved", "unproved", "refused"]
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # limits under which it is right
 
 
 def model_shape(path: str | Path) -> ModelShape:
-    """Shape of the model in a folder; parameters counted from the headers of its safetensors files."""
+    """Shape of the model in a folder; parameters counted from the headers of its safetensors files.
+
+    Raises ValueError naming the folder and why specbatch cannot run it.
+    """
     config = read_config(path)
-    return shape_from_config(config, num_parameters=count_parameters(path))
+    support = check_support(config)
+    if support.status == "refused":
+        raise ValueError(f"{path} cannot be run ({config.get('model_type', 'unknown type')}): {'; '.join(support.reasons)}")
+    try:
+        return shape_from_config(config, num_parameters=count_parameters(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def shape_from_config(config: Config, num_parameters: int | None = None) -> ModelShape:
-    """Shape from a config's values. Raises ValueError naming the value that is missing."""
-
-    def need(*names: str) -> int:
-        value = _first(config, *names)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json has no usable {names[0]} (found {value!r})")
-        return value
-
-    layers = need("num_hidden_layers", "n_layer", "num_layers")
-    hidden = need("hidden_size", "n_embd", "d_model")
-    heads = need("num_attention_heads", "n_head", "num_heads")
-    kv_heads = int(_first(config, "num_key_value_heads", default=heads))
-    head_dim = int(_first(config, "head_dim", default=hidden // heads))
-    vocab = need("vocab_size")
-    architectures = config.get("architectures") or [""]
-    shape = ModelShape(
-        model_type=str(config.get("model_type", "")),
-        architecture=str(architectures[0]),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        max_model_len=int(_first(config, "max_position_embeddings", "n_positions", default=2048)),
-        sliding_windows=sliding_windows(config, layers),
-        num_parameters=num_parameters or 0,
-        dtype=_first(config, "dtype", "torch_dtype"),
-        softcap=config.get("attn_logit_softcapping") is not None,
-        num_experts=int(_first(config, "num_local_experts", "num_experts", default=0)),
-    )
-    return shape
+def check_support(config: Config) -> Support:
+    """Judge a config. Every reason to refuse is listed, not only the first."""
+    kind = str(config.get("model_type", ""))
+    reasons = [*_wrong_kind(config, kind), *_wrong_attention(config, kind)]
+    if reasons:
+        return Support("refused", tuple(reasons))
+    _, note = length_limit(config)
+    notes = [note] if note else []
+    if kind in PROVED:
+        return Support("proved", (), tuple(notes))
+    notes.append(f"model type {kind or 'unknown'} is not among those proved; it is compared with transformers when loaded")
+    return Support("unproved", (), tuple(notes))
 
 
-def sliding_windows(config: Config, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, None: full attention."""
-    window = config.get("sliding_window")
-    types = config.get("layer_types")
-    if window is None:
-        return (None,) * layers
-    if types:
-        return tuple(int(window) if t == "sliding_attention" else None for t in types)
-    if config.get("use_sliding_window") is False:
-        return (None,) * layers
-    return (int(window),) * layers
+def _wrong_kind(config: Config, kind: str) -> list[str]:
+    reasons = []
+    if config.get("is_encoder_decoder"):
+        reasons.append("encoder-decoder models are not supported, only decoders")
+    if config.get("add_cross_attention"):
+        reasons.append("cross attention is not supported")
+    multimodal = [key for key in _MULTIMODAL_KEYS if config.get(key) is not None]
+    if multimodal:
+        reasons.append(f"it is multimodal (its config has {multimodal[0]}); only text models are supported")
+    architectures = [str(a) for a in config.get("architectures") or []]
+    if not multimodal and architectures and not any(a.endswith(_GENERATION_SUFFIXES) for a in architectures):
+        reasons.append(f"{architectures[0]} does not generate text (expected a ...ForCausalLM)")
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, dict):
+        method = quantised.get("quant_method", "an unknown method")
+        reasons.append(f"its weights are quantised ({method}); use the unquantised checkpoint")
+    return reasons
 
 
-def count_parameters(path: str | Path) -> int | None:
-    """Parameters in a folder's safetensors files, read from their headers; None without such files."""
-    total = 0
-    files = sorted(Path(path).glob("*.safetensors"))
-    for file in files:
-        with file.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for size in entry["shape"]:
-                    count *= size
-                total += count
-    return total if files else None
+def _wrong_attention(config: Config, kind: str) -> list[str]:
+    reasons = []
+    odd_layers = _odd_layers(config)
+    if kind in _RECURRENT or odd_layers or (kind == "granitemoehybrid" and "mamba" in (config.get("layers_block_type") or [])):
+        what = f" (layers of type {', '.join(odd_layers)})" if odd_layers else ""
+        reasons.append(f"it keeps a recurrent or other state besides keys and values{what}, which pages cannot hold yet")
+    if kind in _OWN_ATTENTION:
+        reasons.append("its attention does not go through transformers' attention interface, so it cannot read paged KV")
+    if config.get("alibi") or str(config.get("position_embedding_type", "")).startswith(("relative", "alibi")):
+        reasons.append("its attention adds a position bias (ALiBi or relative) that paged attention does not")
+    if kind in _OWN_CACHE:
+        reasons.append(_OWN_CACHE[kind])
+    if config.get("num_kv_shared_layers"):
+        reasons.append("some of its layers share another layer's keys and values, which is not supported yet")
+    if config.get("attention_chunk_size"):
+        reasons.append("chunked attention is not supported yet")
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        reasons.append("its attention is not causal")
+    if isinstance(config.get("num_key_value_heads"), list) or config.get("global_head_dim") or config.get("num_global_key_value_heads"):
+        reasons.append("its layers have key-value heads of different number or size, which one page layout cannot hold yet")
+    return reasons
+
+
+def _odd_layers(config: Config) -> list[str]:
+    types: list[Any] = config.get("layer_types") or []
+    return sorted({str(t) for t in types if t not in _ATTENTION_LAYERS})
