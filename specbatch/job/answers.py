@@ -5,6 +5,7 @@ Knows neither where answers are kept nor the output's columns. A slot is row * n
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Final
 
 import numpy as np
@@ -101,11 +102,22 @@ def failed_slot(schema: Any, slot: int, code: str, message: str, prompt_tokens: 
     return from_outcomes(schema, outcomes, np.array([slot], np.int64))
 
 
-def with_source(answers: Any, source: int) -> Any:
-    """The same answers, marked with where they come from."""
-    index = answers.schema.get_field_index("source")
-    column = pa.array(np.full(answers.num_rows, source, np.uint8))
-    return answers.set_column(index, answers.schema.field(index), column)
+def taken_over(answers: Any, source: int) -> Any:
+    """The same answers, marked with where they come from. Their counters are 0: this row cost no step."""
+    columns = list(answers.columns)
+    names = answers.schema.names
+    columns[names.index("source")] = pa.array(np.full(answers.num_rows, source, np.uint8))
+    for name in COUNTERS:
+        columns[names.index(name)] = pa.array(np.zeros(answers.num_rows, np.int32))
+    return pa.record_batch(columns, schema=answers.schema)
+
+
+def count_errors(answers: Any) -> Counter[str]:
+    """Error codes among answers, and how often."""
+    failed = np.asarray(answers.column("reason")) == ERROR
+    if not failed.any():
+        return Counter()
+    return Counter(answers.column("code").filter(pa.array(failed)).to_pylist())
 
 
 def in_order(pieces: list[Any], positions: list[NDArray[np.int64]], schema: Any) -> Any:

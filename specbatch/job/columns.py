@@ -5,6 +5,7 @@ Raises SchemaError / UsageError (exit 2) naming column, type and the option that
 
 from __future__ import annotations
 
+import difflib
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,11 @@ def _detect(schema: Any, options: JobOptions, has_chat_template: Callable[[], bo
 
 def _field(schema: Any, name: str, option: str) -> Any:
     if name not in schema.names:
-        raise SchemaError(f"{option} {name}: no such column; there are {', '.join(schema.names)[:500] or 'none'}")
+        close = difflib.get_close_matches(name, schema.names, n=1)
+        raise SchemaError(
+            f"{option} {name}: no such column; there are {', '.join(schema.names)[:500] or 'none'}",
+            hint=f"did you mean {close[0]!r}?" if close else None,
+        )
     return schema.field(name)
 
 
@@ -207,7 +212,7 @@ class OutputPlan:
 def plan_output(schema: Any, options: JobOptions) -> OutputPlan:
     """Fix the output schema. Raises SchemaError for colliding names and for columns that cannot be written."""
     kept = schema.names if options.keep_columns is None else options.keep_columns
-    fields = [_field(schema, name, "--keep-columns") for name in kept]
+    fields = [_field(schema, name, "--keep-columns").with_nullable(True) for name in kept]
     added = [field.with_name(options.output_prefix + field.name) for field in added_fields(options)]
     for field in added:
         if field.name in kept:

@@ -5,6 +5,7 @@ Importing this module is cheap (no numpy, no pyarrow): the command line builds i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -148,7 +149,7 @@ class JobProgress:
 
 
 class JobEvents:
-    """Callbacks of a running job, all on the thread that called run_job. Override what you need; do not raise."""
+    """Callbacks of a running job, on the thread that called run_job. Override what you need; do not raise."""
 
     def plan(self, plan: JobPlan) -> None: ...
 
@@ -172,13 +173,17 @@ class JobEvents:
     def stopping(self, reason: str, seconds: float) -> None:
         """No new rows from now on; what runs has this many seconds."""
 
+    def stalled(self, message: str) -> None:
+        """No progress for too long: the process is about to end. NOTE: called on the watchdog's thread."""
+        print(message, file=sys.stderr, flush=True)
+
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
     """How a job ended. Counts of rows are of the whole table; tokens and times of this start, unless named total_."""
 
     exit_code: int
-    reason: str  # "done", "done with row errors", "SIGTERM", "max-duration", "error budget"
+    reason: str  # "done", "done with row errors", "SIGTERM", "max-duration", "error budget", "unreadable input"
     output: str
     rows: int  # rows of the input (after --limit)
     rows_done: int  # in committed parts
