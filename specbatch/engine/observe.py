@@ -48,7 +48,8 @@ class PolicyDriver:
         self._limit = np.zeros(64, np.int32)  # prompt + max_tokens
         self._waiting: dict[int, int] = {}  # shard -> rows added and not finished
         self._since: dict[str, int] = dict.fromkeys(_SINCE, 0)
-        self._target_pages = self._draft_pages = self._free_pages = 0
+        self._target_pages = self._draft_pages = 0
+        self._free_pages = core.num_pages - 1
 
     def note_added(
         self, handles: NDArray[np.int32], shard: int, prompt: NDArray[np.int32], max_tokens: NDArray[np.int32]

@@ -41,7 +41,13 @@ class EngineParts:
     attention: str  # backend and why
 
     def describe(self) -> dict[str, Any]:
-        return {**self.plan.describe(), "attention": self.attention, "speculator": self.speculator and self.speculator.name}
+        plan = self.plan.describe()
+        return {
+            **plan,
+            "attention": self.attention,
+            "speculator": self.speculator and self.speculator.name,
+            "resolved": {"dtype": plan["dtype"]},  # choices that change results: a resume repeats them
+        }
 
     def free(self) -> None:
         """Let go of models and pages (the device's memory returns when nothing else refers to them)."""

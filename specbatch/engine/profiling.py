@@ -1,0 +1,77 @@
+"""Times one step of a model as the engine would run it: what the cost model asks for at start-up.
+
+Runs over the real pages, which nobody owns yet, with made-up tokens. Knows nothing of which points are worth timing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import torch
+
+from specbatch.attention.backend import AttentionMetadata
+from specbatch.engine.model_runner import ModelRunner
+from specbatch.engine.parts import EngineParts
+
+
+class StepMeasure:
+    """`specbatch.control.profiler.Measure` over an engine's own models and pages."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+
+    def __call__(self, kind: Literal["target", "draft"], rows: int, tokens_per_row: int, context: int) -> float:
+        """Seconds of one pass with logits (and, for the target, the choice of tokens) of all packed tokens."""
+        runner, block_size, limit = self._model(kind)
+        context = max(min(context, limit), tokens_per_row)
+        ids, metadata = self._step(runner, block_size, rows, tokens_per_row, context)
+        # A draft's first pass wants the logits of each row's last token only.
+        wanted = torch.arange(rows * tokens_per_row, dtype=torch.int32, device=ids.device)
+        if kind == "draft":
+            wanted = wanted[tokens_per_row - 1 :: tokens_per_row].contiguous()
+        self._synchronize()
+        start = time.perf_counter()
+        logits = runner.forward(ids, metadata, wanted)
+        logits.argmax(dim=-1)
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _model(self, kind: str) -> tuple[ModelRunner, int, int]:
+        layout, plan = self.parts.plan.layout, self.parts.plan
+        if kind == "target":
+            return self.parts.runner, layout.block_size, plan.max_model_len
+        runner = getattr(self.parts.speculator, "runner", None)
+        if not isinstance(runner, ModelRunner):
+            raise ValueError("there is no draft model to time")
+        return runner, layout.draft_block_size, plan.draft_max_model_len
+
+    def _step(
+        self, runner: ModelRunner, block_size: int, rows: int, tokens_per_row: int, context: int
+    ) -> tuple[torch.Tensor, AttentionMetadata]:
+        device = self.parts.plan.device
+        pages = -(-context // block_size)
+        # Rows share pages where the pool is too small for all: times hardly differ, and nothing is kept.
+        table = 1 + torch.arange(rows * pages, device=device) % (self.parts.plan.num_pages - 1)
+        tables = table.view(rows, pages).to(torch.int32)
+        tokens = rows * tokens_per_row
+        position = torch.arange(context - tokens_per_row, context, device=device)
+        slots = tables[:, position // block_size] * block_size + position % block_size
+        generator = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(0, min(runner.vocab_size, 256), (tokens,), generator=generator)
+        metadata = AttentionMetadata(
+            query_start_loc=torch.arange(0, tokens + 1, tokens_per_row, dtype=torch.int32, device=device),
+            seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+            positions=position.repeat(rows).to(torch.int32),
+            slot_mapping=slots.reshape(-1).to(torch.int32),
+            block_tables=tables,
+            num_rows=rows,
+            num_tokens=tokens,
+            max_query_len=tokens_per_row,
+            max_seq_len=context,
+        )
+        return ids.to(torch.int32).to(device), metadata
+
+    def _synchronize(self) -> None:
+        if self.parts.plan.device.type == "cuda":
+            torch.cuda.synchronize(self.parts.plan.device)
