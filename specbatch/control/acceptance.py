@@ -31,11 +31,16 @@ SHADOWS: Final = {METHOD_NGRAM_SHADOW: METHOD_NGRAM, METHOD_DRAFT_SHADOW: METHOD
 EARLIER_SHARDS: Final = 16.0  # pseudo-counts what earlier shards found is worth in a new one
 OTHER_K: Final = 24.0  # pseudo-counts what other k found is worth
 NEXT_POSITION: Final = 4.0  # pseudo-counts p_{j-1} is worth for p_j
+SHARED: Final = 0.3  # of the doubt about a position, what is left when two k are compared that both have it
 OVERDISPERSION: Final = 2.0  # rounds of one row are alike: variances are this much above binomial
 SHARD_SD: Final = 0.25  # how far apart shards may be, and the rounds that settle where this one is
 SHARD_ROUNDS: Final = 8.0
-FAST_ROUNDS: Final = 256.0
-SLOW_ROUNDS: Final = 8192.0
+STALE_SD: Final = 0.15  # what p_1 may drift to while nobody looks, and the steps that takes
+STALE_STEPS: Final = 150.0
+IDLE_STEPS: Final = 300.0  # steps in which counts nobody adds to lose half their weight
+DRAFT_SHADOW_WEIGHT: Final = 0.33  # many rounds of few rows say less than the same rounds of many
+FAST: Final = 6.0  # the fast memory is this much shorter
+POOL_ROUNDS: Final = 32768.0
 CHANGE_Z: Final = 4.0  # standard errors between the fast and the slow memory that count as a change
 
 DEFAULT_MATCH: Final = {METHOD_NGRAM: 0.35}
@@ -97,10 +102,13 @@ class Acceptance:
         """Expected committed tokens a row-step, row-steps without a proposal included."""
         return 1.0 + self.match * (expected_tokens(self.accept, self.k) - 1.0) if self.accept else 1.0
 
-    def tokens_sd(self) -> float:
-        """Standard deviation of `tokens` from what is not known yet (delta method)."""
+    def tokens_sd(self, shared: int = 0) -> float:
+        """Standard deviation of `tokens` from what is not known yet (delta method).
+
+        shared: first positions that another k has too; in a comparison with it most of their doubt cancels.
+        """
         gain = expected_tokens(self.accept, self.k) - 1.0
-        variance = gain * gain * _beta_variance(self.match, self.match_count)
+        variance = gain * gain * _beta_variance(self.match, self.match_count) * (SHARED**2 if shared else 1.0)
         tail, prefix = 0.0, []
         product = 1.0
         for p in self.accept:
@@ -110,7 +118,8 @@ class Acceptance:
             tail += prefix[j]
             slope = self.match * tail / max(self.accept[j], 1e-6)
             unknown = self.unknown if j == 0 else 0.0
-            variance += slope * slope * (_beta_variance(self.accept[j], self.count[j]) + unknown)
+            doubt = _beta_variance(self.accept[j], self.count[j]) + unknown
+            variance += slope * slope * doubt * (SHARED**2 if j < shared else 1.0)
         return math.sqrt(variance)
 
     def interval(self, position: int, mass: float = 0.9) -> tuple[float, float]:
@@ -136,12 +145,12 @@ class _Counts:
         self.offered = [v * factor for v in self.offered]
         self.accepted = [v * factor for v in self.accepted]
 
-    def add(self, sample: AcceptanceSample) -> None:
-        self.rounds += sample.rounds
-        self.proposed += sample.proposed
+    def add(self, sample: AcceptanceSample, weight: float) -> None:
+        self.rounds += sample.rounds * weight
+        self.proposed += sample.proposed * weight
         for j in range(min(len(self.offered), len(sample.offered))):
-            self.offered[j] += sample.offered[j]
-            self.accepted[j] += sample.accepted[j]
+            self.offered[j] += sample.offered[j] * weight
+            self.accepted[j] += sample.accepted[j] * weight
 
     def merge(self, other: _Counts) -> None:
         while len(self.offered) < len(other.offered):
@@ -164,16 +173,18 @@ class _Track:
 
     def __init__(self, prior: _Counts) -> None:
         self.prior = prior
+        self.idle = 0.0  # steps since the last counts
         self.slow: dict[int, _Counts] = {}
         self.fast: dict[int, _Counts] = {}
         self.changes = 0
 
-    def add(self, k: int, sample: AcceptanceSample) -> None:
-        for memory, half_life in ((self.slow, SLOW_ROUNDS), (self.fast, FAST_ROUNDS)):
-            factor = 0.5 ** (sample.rounds / half_life)
+    def add(self, k: int, sample: AcceptanceSample, half_life: float, weight: float) -> None:
+        self.idle = 0.0
+        for memory, rounds in ((self.slow, half_life), (self.fast, half_life / FAST)):
+            factor = 0.5 ** (sample.rounds * weight / rounds)
             for counts in memory.values():
                 counts.decay(factor)
-            memory.setdefault(k, _Counts(k)).add(sample)
+            memory.setdefault(k, _Counts(k)).add(sample, weight)
         if self._changed(k):
             self.changes += 1
             self.slow = {k: self.fast[k].copy()}
@@ -197,19 +208,22 @@ class AcceptanceBook:
     def __init__(self) -> None:
         self._tracks: dict[tuple[int, int], _Track] = {}
         self._pool: dict[int, _Counts] = {}  # all shards, by method; a new shard's prior is a snapshot of it
-        self.version = 0
 
-    def add(self, sample: AcceptanceSample, k: int) -> None:
-        """Counts drained since the last call; k: the num_speculative_tokens in force (a shadow: its own k)."""
+    def add(self, sample: AcceptanceSample, k: int, half_life: float = 2048.0) -> None:
+        """Counts drained since the last call.
+
+        k: the num_speculative_tokens in force (of a shadow: its own). half_life: rounds after which counts weigh half;
+        a few tens of steps of the live batch, since what changes acceptance is rows coming and going.
+        """
         if sample.rounds <= 0 or k < 1:
             return
-        self.version += 1
         method = SHADOWS.get(sample.method, sample.method)
-        self._track(sample.shard, method).add(k, sample)
+        weight = DRAFT_SHADOW_WEIGHT if sample.method == METHOD_DRAFT_SHADOW else 1.0
+        self._track(sample.shard, method).add(k, sample, half_life, weight)
         pool = self._pool.setdefault(method, _Counts(0))
-        pool.decay(0.5 ** (sample.rounds / (4 * SLOW_ROUNDS)))
+        pool.decay(0.5 ** (sample.rounds * weight / POOL_ROUNDS))
         fresh = _Counts(k)
-        fresh.add(sample)
+        fresh.add(sample, weight)
         pool.merge(fresh)
 
     def estimate(self, shard: int, method: int, k: int) -> Acceptance:
@@ -245,7 +259,8 @@ class AcceptanceBook:
             count.append(n)
             before, strength = mean, NEXT_POSITION
         evidence = self.evidence(shard, method)
-        unknown = (SHARD_SD / (1.0 + evidence / SHARD_ROUNDS)) ** 2
+        stale = 1.0 - 0.5 ** (track.idle / STALE_STEPS) if track is not None else 0.0
+        unknown = (SHARD_SD / (1.0 + evidence / SHARD_ROUNDS)) ** 2 + (STALE_SD * stale) ** 2
         return Acceptance(match, match_count, tuple(accept), tuple(count), evidence, unknown)
 
     def evidence(self, shard: int, method: int) -> float:
@@ -258,10 +273,12 @@ class AcceptanceBook:
         track = self._tracks.get((shard, method))
         return track.changes if track is not None else 0
 
-    def fade_idle(self, refreshed: set[tuple[int, int]], factor: float) -> None:
+    def fade_idle(self, refreshed: set[tuple[int, int]], steps: float) -> None:
         """Trust the counts of every (shard, method) not in `refreshed` less: nobody looked, and times change."""
+        factor = 0.5 ** (steps / IDLE_STEPS)
         for key, track in self._tracks.items():
             if key not in refreshed:
+                track.idle += steps
                 for counts in (*track.slow.values(), *track.fast.values()):
                     counts.decay(factor)
 

@@ -22,7 +22,10 @@ class Limits:
     large_gain: float = 0.25  # shortens the dwell to a quarter
     dwell: int = 8
     max_dwell: int = 256
-    probe_share: float = 0.01
+    first_gain: float = 0.05  # over AR, for a first choice on a prior alone
+    first_draft_gain: float = 0.15  # the same where the draft's KV has to be filled first
+    probe_share: float = 0.01  # of time, for trying modes out
+    shadow_share: float = 0.005  # of time, for running the draft teacher-forced
     probe_rounds: int = 64
     max_probe_steps: int = 12
     horizon_steps: int = 1500  # how long what a probe teaches is taken to hold
@@ -44,7 +47,8 @@ class ShardState:
     steady: int = 0
     switches: int = 0
     home: Arm | None = None  # during a probe: the mode to go back to
-    probe_ends: int = 0
+    probe_goal: int = 0  # decode steps in the mode (over the whole run) at which the probe has seen enough
+    probe_ends: int = 0  # step at which it ends in any case
     left: dict[Arm, int] = field(default_factory=dict)  # mode -> step at which it was last left
     tried: dict[Arm, int] = field(default_factory=dict)  # probes of a mode
     retry: dict[Arm, int] = field(default_factory=dict)  # step before which it is not probed again
@@ -74,9 +78,11 @@ class ShardState:
         self.strong = self.steady = 0
         self.switches += 1
 
-    def probe(self, step: int, arm: Arm, steps: int) -> None:
-        """Try a mode for a few steps. The same one again only after a while that doubles each time."""
-        self.home, self.arm, self.probe_ends = self.arm, arm, step + steps
+    def probe(self, step: int, arm: Arm, steps: int, done: int, patience: int) -> None:
+        """Try a mode until it has run `steps` decode steps more than the `done` so far, or `patience` engine steps
+        went by. The same one again only after a while that doubles each time."""
+        self.home, self.arm = self.arm, arm
+        self.probe_goal, self.probe_ends = done + steps, step + steps + patience
         tries = self.tried[arm] = self.tried.get(arm, 0) + 1
         self.retry[arm] = step + steps + min(32 << min(tries, 8), 4096)
 

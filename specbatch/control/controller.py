@@ -25,6 +25,7 @@ from specbatch.control.fixed import FixedPolicy
 from specbatch.control.learning import Learner
 from specbatch.control.records import (
     METHOD_DRAFT,
+    METHOD_DRAFT_SHADOW,
     METHOD_EXTERNAL,
     METHOD_NGRAM,
     AcceptanceSample,
@@ -37,7 +38,16 @@ from specbatch.control.records import (
     StepStats,
     StepTimer,
 )
-from specbatch.control.scoring import AR, Score, Scorer, Situation, arms, draft_prefill_seconds, situation
+from specbatch.control.scoring import (
+    AR,
+    CATCH_UP_CHUNK,
+    Score,
+    Scorer,
+    Situation,
+    arms,
+    draft_prefill_seconds,
+    situation,
+)
 
 __all__ = [
     "AcceptanceSample",
@@ -111,15 +121,16 @@ class Controller:
         self.log = log
         self.known = Learner(cost, prior)
         self.states: dict[int, ShardState] = {}
-        self.probe_spent = 0.0  # seconds that probing is expected to have cost
+        self.probe_spent = 0.0  # seconds that trying modes out is expected to have cost
+        self.shadow_spent = 0.0  # seconds of teacher-forced draft passes
         self._prior = prior
         self._default: Arm = AR
         self._shadow_k = 0
         self._shadow_since = 0
         self._probe_k = 0
         self._unanswered = 0  # teacher-forced probes asked for and not answered
-        self._probe_after: dict[int, tuple[int, int]] = {}  # shard -> (step of the next teacher-forced probe, gap)
-        self._max_rows = 0
+        self._wanted_rows = 0
+        self._probe_after: dict[int, int] = {}  # shard -> step before which no teacher-forced probe is asked for
         self._interval = 4
         self._next = self._soonest = 0
         self._low = self._high = -1.0
@@ -157,7 +168,9 @@ class Controller:
             del self.states[shard]
             self._probe_after.pop(shard, None)
             self.known.book.forget(shard)
-        self._settled = True
+        if any(sample.method == METHOD_DRAFT_SHADOW for sample in observation.acceptance):
+            self._unanswered = 0
+        self._settled, self._wanted_rows = True, 0
         shards = tuple(self._decide_shard(shard, observation.step, now) for shard in order)
         decision = self._compose(observation, now, shards)
         self._schedule(observation)
@@ -176,7 +189,8 @@ class Controller:
         before = state.arm
         scorer = self._scorer(now)
         modes = {s: t.arm for s, t in self.states.items()}
-        if state.home is not None and step < state.probe_ends:
+        done = self.known.arm_steps.get(state.arm, 0)
+        if state.home is not None and done < state.probe_goal and step < state.probe_ends:
             self._settled = False
             return self._answer(shard, state, before, f"probing {name(state.arm)}", {})
         scores = {
@@ -188,9 +202,9 @@ class Controller:
         best = max(scores.values(), key=lambda s: (s.rate, -s.arm[1]))
         gain, _ = scorer.gain(best, incumbent)
         reason = ""
-        if fresh or state.since == step:
-            state.arm = best.arm
-            reason = f"first choice: {self._words(best, scores)}"
+        if fresh:
+            state.arm = self._first(scores)
+            reason = f"first choice: {self._words(scores[state.arm], scores)}"
         elif tried is not None:
             state.end_probe()
             if best.arm == tried and gain >= math.log1p(limits.steady_gain):
@@ -207,9 +221,19 @@ class Controller:
         else:
             state.strong = state.steady = 0
         if not reason:
+            self._want_teacher_forced(shard, state, step, now, scorer, scores)
             reason = self._consider_probe(shard, state, step, now, scorer, scores) or self._words(incumbent, scores)
         self._remember(shard, scores, state, reason)
         return self._answer(shard, state, before, reason, scores)
+
+    def _first(self, scores: Mapping[Arm, Score]) -> Arm:
+        """What a new shard starts with: AR, unless what is known already speaks clearly for another mode."""
+        limits = self.options.limits
+        if AR not in scores:
+            return max(scores.values(), key=lambda s: s.rate).arm
+        bar = {METHOD_DRAFT: 1.0 + limits.first_draft_gain}
+        fit = [s for s in scores.values() if s.rate > scores[AR].rate * bar.get(s.arm[0], 1.0 + limits.first_gain)]
+        return max(fit, key=lambda s: s.rate).arm if fit else AR
 
     def _consider_probe(
         self, shard: int, state: ShardState, step: int, now: Situation, scorer: Scorer, scores: dict[Arm, Score]
@@ -222,7 +246,7 @@ class Controller:
         if rows < 1.0 or step - state.since < 2:
             return ""
         incumbent = scores[state.arm]
-        left = (now.running * now.remaining + now.waiting * now.output) / incumbent.rate
+        left = self._seconds_left(now, incumbent)
         horizon = min(left, limits.horizon_steps * incumbent.seconds)
         budget = limits.probe_share * (known.seconds + left) - self.probe_spent
         steps = int(min(max(math.ceil(limits.probe_rounds / rows), 2), limits.max_probe_steps))
@@ -231,9 +255,9 @@ class Controller:
         for score in scores.values():
             if score.arm == state.arm or not state.may_probe(step, score.arm):
                 continue
-            gain, sd = scorer.gain(score, incumbent)
-            ways = 0.0
-            if score.arm[0] == METHOD_DRAFT and state.arm[0] != METHOD_DRAFT:
+            gain, sd = scorer.gain(score, incumbent, trying=True)
+            ways = 0.0  # filling the draft's KV, on the way there or on the way back
+            if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
                 ways = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * rows * now.context
             loss = max(1.0 - math.exp(gain), 0.0) * steps * incumbent.seconds + ways
             worth = expected_improvement(gain, sd) - max(gain, 0.0)
@@ -244,7 +268,10 @@ class Controller:
             return ""
         self.probe_spent += best_loss
         self._settled = False
-        state.probe(step, best.arm, steps)
+        patience = 32
+        if best.arm[0] == METHOD_DRAFT:
+            patience += math.ceil(rows * now.context / CATCH_UP_CHUNK)
+        state.probe(step, best.arm, steps, known.arm_steps.get(best.arm, 0), patience)
         return f"probing {name(best.arm)} for {steps} steps: {self._ratio(best, incumbent)} expected, not sure"
 
     def _answer(
@@ -272,10 +299,12 @@ class Controller:
         if shards:
             newest = max(self.states, key=lambda s: s)
             self._default = self.states[newest].base
-        probe_rows = self._teacher_forced(observation.step, now)
+        probe_rows = self._wanted_rows
+        if probe_rows:
+            self._probe_k = max(k for k in self.options.ks if k <= 4 or k == self.options.ks[0])
+            self._unanswered += 1
         self._rotate_shadow(observation.step)
-        rows = self._rows_to_run(observation, now)
-        key = (self._default, tuple((s.shard, s.method, s.k) for s in shards), self._shadow_k, probe_rows, rows)
+        key = (self._default, tuple((s.shard, s.method, s.k) for s in shards), self._shadow_k, probe_rows)
         changed = key != self._last
         self._last = key
         return Decision(
@@ -286,39 +315,42 @@ class Controller:
             shadow_ngram=self._shadow_k,
             probe_draft_rows=probe_rows,
             probe_draft_k=self._probe_k if probe_rows else 0,
-            max_rows=rows,
+            max_rows=0,
             changed=changed,
             reason=shards[0].reason if shards else "nothing to run yet",
         )
 
-    def _teacher_forced(self, step: int, now: Situation) -> int:
-        """How many rows the draft should be run over: when a shard's draft acceptance is guesswork and matters."""
+    def _want_teacher_forced(
+        self, shard: int, state: ShardState, step: int, now: Situation, scorer: Scorer, scores: dict[Arm, Score]
+    ) -> None:
+        """Ask for the draft to be run over produced tokens, when that may change the mode and costs next to nothing."""
         options, known = self.options, self.known
-        if METHOD_DRAFT not in options.methods or not options.can_probe_draft or self._unanswered >= 3:
-            return 0
+        drafts = [s for s in scores.values() if s.arm[0] == METHOD_DRAFT]
+        rows = min(8.0, next((line[1] for line in now.shards if line[0] == shard), 0.0))
         produced = now.context - now.prompt
-        if not now.running or produced < 6 or known.decode_steps < 6:
-            return 0
-        if self._probe_k and known.draft_shadow_seen:
-            self._unanswered = 0
-        for shard, running, _ in now.shards:
-            state = self.states[shard]
-            after, gap = self._probe_after.get(shard, (0, 32))
-            if state.arm[0] == METHOD_DRAFT or running < 1 or step < after:
-                continue
-            if known.book.evidence(shard, METHOD_DRAFT) > 128:
-                continue
-            self._probe_after[shard] = (step + gap, min(gap * 2, 4096))
-            rows = int(min(4, running))
-            price = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * rows * now.context
-            left = (now.running * now.remaining + now.waiting * now.output) * known.step_seconds / now.running
-            if self.probe_spent + price > options.limits.probe_share * (known.seconds + left):
-                continue
-            self.probe_spent += price
-            self._probe_k = max(k for k in options.ks if k <= 4 or k == options.ks[0])
-            self._unanswered += 1
-            return rows
-        return 0
+        if not drafts or not options.can_probe_draft or self._unanswered >= 3 or state.arm[0] == METHOD_DRAFT:
+            return
+        if rows < 1 or produced < 6 or not known.step_seconds or step < self._probe_after.get(shard, 0):
+            return
+        price = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * now.context
+        left = self._seconds_left(now, scores[state.arm])
+        budget = options.limits.shadow_share * (known.seconds + left) - self.shadow_spent
+        rows = min(rows, budget // price) if price > 0 else rows
+        if rows < 1:
+            return
+        horizon = min(left, options.limits.horizon_steps * scores[state.arm].seconds)
+        worth = 0.0
+        for score in drafts:
+            gain, sd = scorer.gain(score, scores[state.arm])
+            worth = max(worth, expected_improvement(gain, sd) - max(gain, 0.0))
+        if worth * horizon > price * rows:
+            self._probe_after[shard] = step + 24
+            self.shadow_spent += price * rows
+            self._wanted_rows = max(self._wanted_rows, int(rows))
+
+    def _seconds_left(self, now: Situation, score: Score) -> float:
+        """What the known rows still take at the rate of a score."""
+        return (now.running * now.remaining + now.waiting * now.output) / score.rate
 
     def _rotate_shadow(self, step: int) -> None:
         """Score n-gram on what is committed anyway, one k after another: each k has its own rounds."""
@@ -329,25 +361,14 @@ class Controller:
             at = ks.index(self._shadow_k) + 1 if self._shadow_k in ks else min(1, len(ks) - 1)
             self._shadow_k, self._shadow_since = ks[at % len(ks)], step
 
-    def _rows_to_run(self, observation: Observation, now: Situation) -> int:
-        """Rows to admit: as many as keep their draft tables. Never fewer than run already."""
-        ratio, cap = self.options.draft_kv_ratio, self.options.max_num_seqs
-        if ratio <= 0.0:
-            return 0
-        live = sum(line[1] for line in now.shards) or 1.0
-        share = sum(run for s, run, _ in now.shards if self.states[s].arm[0] == METHOD_DRAFT) / live
-        rows = cap
-        if share > 0.0 and observation.running:
-            fit = now.pages / (now.pages_per_row * (1.0 + ratio * share))
-            rows = max(min(cap, math.ceil(fit)), observation.running)
-        if abs(rows - self._max_rows) > 0.03 * cap or observation.running > self._max_rows:
-            self._max_rows = rows
-        return self._max_rows
-
     def _schedule(self, observation: Observation) -> None:
         """When to look again: soon while young or near a change, else ever less often; at once if the batch shrinks."""
         step, known = observation.step, self.known
-        ends = [s.probe_ends for s in self.states.values() if s.home is not None]
+        ends = [
+            step + max(s.probe_goal - known.arm_steps.get(s.arm, 0), 1)
+            for s in self.states.values()
+            if s.home is not None
+        ]
         young = known.decode_steps < 48
         self._interval = 4 if young or not self._settled else min(self._interval * 2, 32)
         quick = math.ceil(0.02 / known.step_seconds) if known.step_seconds else 1
@@ -364,6 +385,7 @@ class Controller:
             correction=self.known.correction,
             draft_kv_ratio=self.options.draft_kv_ratio,
             draft_prefill=draft_prefill_seconds(self.known.cost) * self.known.draft_prefill_factor,
+            coverage=self.known.coverage,
             now=now,
             in_force={shard: state.arm for shard, state in self.states.items()},
         )

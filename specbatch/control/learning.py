@@ -13,6 +13,7 @@ from specbatch.control.acceptance import SHADOWS, AcceptanceBook
 from specbatch.control.correction import Arm, CostCorrection
 from specbatch.control.cost_model import StepCost
 from specbatch.control.records import (
+    METHOD_DRAFT,
     METHOD_DRAFT_SHADOW,
     METHOD_NGRAM_SHADOW,
     STEP_DECODE,
@@ -22,7 +23,8 @@ from specbatch.control.records import (
 )
 from specbatch.control.scoring import OutputLengths, draft_prefill_seconds, step_parts
 
-IDLE_HALF_LIFE = 600.0  # decode steps in which an estimate nobody refreshes loses half its weight
+MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
+MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
 
 
 @dataclass(slots=True)
@@ -49,9 +51,10 @@ class Learner:
         self.history: dict[int, ShardHistory] = {}
         self.seconds = 0.0  # of all steps
         self.decode_steps = 0
+        self.arm_steps: dict[Arm, int] = {}  # decode steps by method and k
         self.step_seconds = 0.0  # of a recent decode step
+        self.coverage = 1.0  # share of rows in draft mode that had a draft
         self.draft_prefill_factor = 1.0  # real over predicted seconds of catching up
-        self.draft_shadow_seen = 0  # observations that carried teacher-forced counts
         self._last_k: dict[tuple[int, int], int] = {}
         self._tier = -1
 
@@ -66,6 +69,7 @@ class Learner:
         self.correction.advance()
         for stats in observation.steps:
             self._learn_steps(stats)
+        self._learn_coverage(observation, modes)
         self._learn_acceptance(observation, shadow_k, probe_k)
         decode = sum(s.seconds for s in observation.steps if s.kind == STEP_DECODE)
         live = sum(s.running for s in observation.shards) or 1
@@ -95,25 +99,39 @@ class Learner:
                 self.correction.new_tier()
             self._tier = tier
         arm: Arm = (stats.method, stats.k) if stats.k else (0, 0)
-        passes = {stats.k: stats.draft_tokens / steps / stats.k} if stats.k and stats.method == 2 else {}
+        self.arm_steps[arm] = self.arm_steps.get(arm, 0) + stats.steps
+        passes = {stats.k: stats.draft_tokens / steps / stats.k} if stats.k and stats.method == METHOD_DRAFT else {}
         parts = step_parts(self.cost, rows, stats.tokens / steps, stats.context / steps, passes)
         self.correction.observe(arm, parts, seconds, stats.steps, stats.draft_seconds / steps)
 
+    def _learn_coverage(self, observation: Observation, modes: dict[int, Arm]) -> None:
+        """Rows that drafted over rows that should have; drifts back to 1 while nobody drafts."""
+        live = sum(s.running for s in observation.shards)
+        wanted = sum(s.running for s in observation.shards if modes.get(s.shard, (0, 0))[0] == METHOD_DRAFT)
+        stats = [s for s in observation.steps if s.kind == STEP_DECODE and s.method == METHOD_DRAFT]
+        rows = sum(s.rows for s in stats)
+        if wanted and rows and live:
+            seen = min(sum(s.draft_rows for s in stats) / (rows * wanted / live), 1.0)
+            weight = 1.0 - 0.5 ** (sum(s.steps for s in stats) / 16.0)
+        else:
+            seen, weight = 1.0, 1.0 - 0.5 ** (sum(s.steps for s in observation.steps) / 64.0)
+        self.coverage += weight * (seen - self.coverage)
+
     def _learn_acceptance(self, observation: Observation, shadow_k: int, probe_k: int) -> None:
         refreshed = set()
+        running = {s.shard: s.running for s in observation.shards}
         for sample in observation.acceptance:
             if sample.method == METHOD_NGRAM_SHADOW:
                 k = shadow_k
             elif sample.method == METHOD_DRAFT_SHADOW:
                 k = probe_k or len(sample.offered)
-                self.draft_shadow_seen += 1
             else:
                 k = self._last_k.get((sample.shard, sample.method), len(sample.offered))
                 history = self.history.setdefault(sample.shard, ShardHistory())
                 history.row_steps += sample.rounds
                 history.committed += sample.committed
-            self.book.add(sample, k)
+            self.book.add(sample, k, max(MEMORY_STEPS * running.get(sample.shard, 1), MEMORY_ROUNDS))
             refreshed.add((sample.shard, SHADOWS.get(sample.method, sample.method)))
         steps = sum(s.steps for s in observation.steps if s.kind == STEP_DECODE)
         if steps:
-            self.book.fade_idle(refreshed, 0.5 ** (steps / IDLE_HALF_LIFE))
+            self.book.fade_idle(refreshed, steps)

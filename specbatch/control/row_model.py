@@ -17,6 +17,7 @@ from specbatch.control.acceptance import chain_counts
 from specbatch.control.records import (
     METHOD_DRAFT,
     METHOD_DRAFT_SHADOW,
+    METHOD_EXTERNAL,
     METHOD_NGRAM,
     METHOD_NGRAM_SHADOW,
     METHOD_NONE,
@@ -53,7 +54,6 @@ class PlainRows:
         self.pages = int(pages / (1.0 + draft_kv_ratio)) if static_draft_share else pages
         self.static = static_draft_share
         self.max_num_seqs = max_num_seqs
-        self.max_rows = max_num_seqs
         self.token_budget = token_budget
         self.feed = feed
         self.draft_runs = runs(workload.draft_hits)
@@ -62,8 +62,10 @@ class PlainRows:
         self.produced = np.zeros(count, dtype=np.int64)
         self.draft_seen = np.full(count, -1, dtype=np.int64)  # tokens in the draft's KV; -1: no table
         self.shadow_open = np.zeros(count, dtype=np.int64)  # position at which the row's next shadow round starts
+        self.resume_at = np.zeros(count, dtype=np.int64)  # decode step before which the row does not draft
+        self.drops = np.zeros(count, dtype=np.int64)
+        self.decode_steps = 0
         self.waiting: deque[int] = deque(range(count))
-        self.prefilled: set[int] = set()
         self.running: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.default = (METHOD_NONE, 0)
         self.modes: dict[int, tuple[int, int]] = {}
@@ -81,8 +83,6 @@ class PlainRows:
         self.default = (decision.method, decision.k)
         self.modes = {s.shard: (s.method, s.k) for s in decision.shards}
         self.shadow_k = decision.shadow_ngram
-        if decision.max_rows:
-            self.max_rows = min(decision.max_rows, self.max_num_seqs)
         shards = self.work.shard[self.running]
         for shard in np.unique(shards):
             if self._mode(int(shard))[0] != METHOD_DRAFT:
@@ -163,15 +163,20 @@ class PlainRows:
         return target, int(self._blocks(np.ceil(np.maximum(seen, 0) * self.ratio).astype(np.int64)).sum())
 
     def _admit(self) -> SimStep | None:
-        """Prefill waiting rows, one step of at most token_budget tokens; None when none fits."""
+        """Prefill waiting rows, one step of at most token_budget tokens; None when none fits. Draft pages that rows
+        are about to ask for are spoken for."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return None
         target, draft = self._pages_in_use()
-        free = self.pages - target - draft
+        free = self.pages - target - draft - int(self._owed(self.running).sum())
+        if len(self.running):
+            free -= max(-(-len(self.running) // 8), self.pages // 100, 1)
         rows: list[int] = []
         tokens = 0
-        while self.waiting and len(self.running) + len(rows) < self.max_rows:
+        while self.waiting and len(self.running) + len(rows) < self.max_num_seqs:
             row = self.waiting[0]
             length = int(self.work.prompt[row] + self.produced[row])
-            need = -(-(length + 1) // self.block_size) + 1  # room for a page to grow into
+            need = -(-length // self.block_size) + int(self._owed(np.array([row]))[0])
             if need > free or (rows and tokens + length > self.token_budget):
                 break
             free -= need
@@ -183,6 +188,25 @@ class PlainRows:
         self.shadow_open[rows] = self.produced[rows]
         return SimStep(STEP_PREFILL, rows=len(rows), tokens=tokens, context=tokens)
 
+    def _owed(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Draft pages rows will want and do not have."""
+        if self.static or not self.ratio:
+            return np.zeros(len(rows), dtype=np.int64)
+        wants = (self.draft_seen[rows] < 0) & (self.resume_at[rows] <= self.decode_steps)
+        for shard in np.unique(self.work.shard[rows]):
+            if self._mode(int(shard))[0] != METHOD_DRAFT:
+                wants &= self.work.shard[rows] != shard
+        length = self.work.prompt[rows] + self.produced[rows]
+        return np.where(wants, self._blocks(np.ceil(length * self.ratio).astype(np.int64)), 0)
+
+    def _step_method(self) -> int:
+        """The one method of the next decode step: that of most rows."""
+        votes = np.zeros(METHOD_EXTERNAL + 1, dtype=np.int64)
+        for shard, count in zip(*np.unique(self.work.shard[self.running], return_counts=True), strict=True):
+            votes[self._mode(int(shard))[0]] += count
+        votes[METHOD_NONE] = 0
+        return int(votes.argmax()) if votes.any() else METHOD_NONE
+
     def _drafting(self) -> NDArray[np.bool_]:
         """[running] rows whose shard is in draft mode and that have room to draft."""
         rows = self.running
@@ -191,24 +215,27 @@ class PlainRows:
             method, k = self._mode(int(shard))
             if method == METHOD_DRAFT and k:
                 wanted |= self.work.shard[rows] == shard
-        return wanted & (self.work.max_tokens - self.produced[rows] > 1)
+        return wanted & (self.work.max_tokens - self.produced[rows] > 1) & (self.resume_at[rows] <= self.decode_steps)
 
     def _catch_up(self) -> SimStep | None:
         """Give rows that should draft a table and fill the gap in their draft KV, as far as pages and budget go."""
         rows = self.running
         length = self.work.prompt[rows] + self.produced[rows]
         behind = self._drafting() & (self.draft_seen[rows] < 0)
-        if not behind.any():
+        if self._step_method() != METHOD_DRAFT or not behind.any():
             return None
         target, draft = self._pages_in_use()
-        free = self.pages - target - draft - len(rows)
+        free = self.pages - target - draft - max(-(-len(rows) // 8), self.pages // 100, 1)
         pages = self._blocks(np.ceil(length * self.ratio).astype(np.int64)) if self.ratio and not self.static else 0
         chosen: list[int] = []
         tokens = 0
         need = np.broadcast_to(np.asarray(pages), rows.shape)
         for i in np.flatnonzero(behind):
-            if need[i] > free or (chosen and tokens + length[i] > self.token_budget):
+            if need[i] > free:
+                self._back_off(rows[[i]])
                 continue
+            if chosen and tokens + length[i] > self.token_budget:
+                break
             free -= int(need[i])
             tokens += int(length[i])
             chosen.append(int(i))
@@ -218,15 +245,22 @@ class PlainRows:
         self.draft_seen[picked] = self.work.prompt[picked] + self.produced[picked]
         return SimStep(STEP_DRAFT_PREFILL, METHOD_DRAFT, rows=len(chosen), tokens=tokens, context=tokens // 2)
 
-    def _reserve(self, extra: int) -> None:
+    def _back_off(self, rows: NDArray[np.int64]) -> None:
+        """Rows that found no page do not draft for a while, longer each time."""
+        self.resume_at[rows] = self.decode_steps + np.minimum(16 << np.minimum(self.drops[rows], 6), 1024)
+        self.drops[rows] += 1
+
+    def _reserve(self) -> None:
         """Room for this step's tokens: drop draft tables first, youngest row first, then preempt the youngest."""
         while len(self.running) > 1:
             target, draft = self._pages_in_use()
-            if target + draft + extra <= self.pages:
+            if target + draft <= self.pages:
                 return
             tables = np.flatnonzero(self.draft_seen[self.running] >= 0)
             if self.ratio and not self.static and len(tables):
-                self.draft_seen[self.running[tables[-max(1, len(tables) // 16) :]]] = -1
+                gone = self.running[tables[-1:]]
+                self.draft_seen[gone] = -1
+                self._back_off(gone)
                 self.dropped += 1
                 continue
             row = int(self.running[-1])
@@ -236,7 +270,8 @@ class PlainRows:
             self.preempted += 1
 
     def _decode(self) -> SimStep:
-        self._reserve(0)
+        self.decode_steps += 1
+        self._reserve()
         rows = self.running
         work, at = self.work, self.produced[rows]
         shards = work.shard[rows]
@@ -244,9 +279,12 @@ class PlainRows:
         drafts = np.zeros(len(rows), dtype=np.int64)
         hits = np.zeros(len(rows), dtype=np.int64)
         method_of = np.zeros(len(rows), dtype=np.int64)
+        chosen = self._step_method()
         for shard in np.unique(shards):
             method, k = self._mode(int(shard))
             mine = shards == shard
+            if method != chosen:
+                continue
             method_of[mine] = method
             if method == METHOD_DRAFT:
                 usable = mine & (self.draft_seen[rows] >= 0)
@@ -289,9 +327,11 @@ class PlainRows:
     def _count(self, shards: Any, methods: Any, drafts: Any, accepted: Any, committed: Any) -> None:
         for shard in np.unique(shards):
             method, k = self._mode(int(shard))
-            if method == METHOD_NONE or not k:
+            mine = (shards == shard) & (methods == method)
+            if method == METHOD_DRAFT:
+                mine &= drafts > 0
+            if method == METHOD_NONE or not k or not mine.any():
                 continue
-            mine = shards == shard
             line = self.counts.setdefault((int(shard), method), _line())
             line[0] += int(mine.sum())
             line[1] += int((drafts[mine] > 0).sum())

@@ -111,6 +111,8 @@ class Score:
     parts: Parts
     lead: Arm  # the arm with the most drafts in the batch: what the step is booked under
     acceptance_sd: float  # of log(rate), from acceptance
+    weight: float  # share of the committed tokens that are the shard's
+    estimate: Acceptance  # of the shard in question
 
     @property
     def log_rate(self) -> float:
@@ -126,6 +128,7 @@ class Scorer:
     correction: CostCorrection
     draft_kv_ratio: float
     draft_prefill: float  # seconds a token of filling the draft's KV
+    coverage: float  # share of the rows in draft mode that have room for a draft table
     now: Situation
     in_force: Mapping[int, Arm]
     _seen: dict[tuple[int, Arm], tuple[float, float, Acceptance]] = field(default_factory=dict)
@@ -137,36 +140,45 @@ class Scorer:
         if not lines:
             lines = [(shard, arm, now.running, now.waiting)]
         live = sum(line[2] for line in lines) or 1.0
+        lines = one_method(lines)
         draft_share = sum(line[2] for line in lines if line[1][0] == METHOD_DRAFT) / live
         rows = now.rows(draft_share, self.draft_kv_ratio)
         scale = rows / live
         tokens = committed = variance = 0.0
         catch_up = 0.0  # seconds a committed token
         passes: dict[int, float] = {}  # draft passes: rows by k
-        own, lead = 1.0, AR
+        own, share, seen, lead = 1.0, 1.0, _NOTHING, AR
         for s, (method, k), run, wait in lines:
             mine = run * scale
             per_row, sd, estimate = self._tokens(s, (method, k))
             committed += mine * per_row
             variance += (mine * sd) ** 2
-            tokens += mine * (1.0 + estimate.match * k)
+            share_drafting = estimate.match if method != METHOD_DRAFT else self.coverage
+            tokens += mine * (1.0 + share_drafting * k)
             if s == shard:
-                own = per_row
+                own, share, seen = per_row, mine * per_row, estimate
             if k > lead[1]:
                 lead = (method, k)
             if method == METHOD_DRAFT and k:
-                passes[k] = passes.get(k, 0.0) + mine * estimate.match
+                passes[k] = passes.get(k, 0.0) + mine * share_drafting
                 catch_up += mine * per_row * self._catch_up(s, run, wait)
         parts = self._parts(rows, tokens, passes)
         seconds = self.correction.predict(lead, parts)
         rate = committed / (seconds + catch_up)
-        return Score(arm, rows, own, seconds, rate, parts, lead, math.sqrt(variance) / committed)
+        spread = math.sqrt(variance) / committed
+        return Score(arm, rows, own, seconds, rate, parts, lead, spread, share / committed, seen)
 
-    def gain(self, candidate: Score, incumbent: Score) -> tuple[float, float]:
-        """log(rate of candidate / rate of incumbent): expectation and standard deviation."""
+    def gain(self, candidate: Score, incumbent: Score, *, trying: bool = False) -> tuple[float, float]:
+        """log(rate of candidate / rate of incumbent): expectation and standard deviation.
+
+        trying: only the part of the doubt that running the candidate would settle.
+        """
         time_sd = self.correction.difference_sd(candidate.lead, candidate.parts, incumbent.lead, incumbent.parts)
-        spread = math.hypot(candidate.acceptance_sd, incumbent.acceptance_sd)
-        return candidate.log_rate - incumbent.log_rate, math.hypot(time_sd, spread)
+        doubts = [candidate.acceptance_sd, 0.0 if trying else incumbent.acceptance_sd]
+        if candidate.arm[0] == incumbent.arm[0] != METHOD_NONE:
+            both = min(candidate.arm[1], incumbent.arm[1])
+            doubts = [s.weight * s.estimate.tokens_sd(both) / s.tokens_per_row for s in (candidate, incumbent)]
+        return candidate.log_rate - incumbent.log_rate, math.hypot(time_sd, *doubts)
 
     def decode_parts(self, rows: float, tokens: float, context: float, draft_rows: float, k: int) -> Parts:
         """Predicted parts of a step that ran: context and rows as they were."""
@@ -185,6 +197,8 @@ class Scorer:
             else:
                 estimate = self.book.estimate(shard, method, k)
                 raw, sd = estimate.tokens(), estimate.tokens_sd()
+                if method == METHOD_DRAFT:  # counted over rows that drafted; some have no pages to
+                    raw, sd = 1.0 + self.coverage * (raw - 1.0), sd * self.coverage
                 # a row's last round runs past its end by half a round on average
                 cut = self.now.output / (self.now.output + (raw - 1.0) / 2.0)
                 seen = min(raw * cut, self.now.limit), sd * cut, estimate
@@ -200,6 +214,21 @@ class Scorer:
 
 
 _NOTHING = Acceptance(0.0, 1.0, (), (), 0.0)
+
+
+Line = tuple[int, Arm, float, float]  # shard, mode, rows running, rows waiting
+
+
+def one_method(lines: list[Line]) -> list[Line]:
+    """A step has one method, that of most rows; rows of another run AR in it."""
+    votes: dict[int, float] = {}
+    for _, (method, _), running, _ in lines:
+        if method != METHOD_NONE:
+            votes[method] = votes.get(method, 0.0) + running
+    if len(votes) < 2:
+        return lines
+    method = max(sorted(votes), key=lambda m: votes[m])
+    return [(s, arm if arm[0] == method else AR, run, wait) for s, arm, run, wait in lines]
 
 
 def step_parts(cost: StepCost, rows: float, tokens: float, context: float, passes: Mapping[int, float]) -> Parts:
