@@ -1,12 +1,15 @@
 """Triton kernels of paged attention: attend, combine and write KV.
 
 They own tiling, masking and the online softmax, and know nothing of launch sizes (triton_configs.py) or of torch.
-The method is FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135) with the context split over programs as in
-flash-decoding, over pages as in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+The method is FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135) with the context split over
+programs as in flash-decoding, over pages as in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
-Words used below: a *query tile* is up to BLOCK_Q query tokens of one row times all GROUP query heads of one KV head, laid out
-token-major in BLOCK_M lanes; a *context tile* is BLOCK_N consecutive context indices of that row. Scores live in base 2.
+Words used below: a *query tile* is up to BLOCK_Q query tokens of one row times all GROUP query heads of one KV head,
+laid out token-major in BLOCK_M lanes; a *context tile* is BLOCK_N consecutive context indices of that row. Scores
+live in base 2.
 """
+# mypy: ignore-errors
+# ruff: noqa: SIM102  (a condition that is known when compiling must stand alone)
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ import triton.language as tl
 def _locate(query_start_loc_ptr, num_rows, tile, BLOCK_Q: tl.constexpr, SEARCH: tl.constexpr):
     """(row, first own query token) of a query tile.
 
-    Without SEARCH a row is one tile. With it, row r starts at tile `query_start_loc[r] // BLOCK_Q + r`, which leaves every row
-    room for its tiles and needs no table: the row is found by counting the rows that start at or before `tile`.
+    Without SEARCH a row is one tile. With it, row r starts at tile `query_start_loc[r] // BLOCK_Q + r`, which leaves
+    every row room for its tiles and needs no table: the row is found by counting those that start at or before `tile`.
     """
     row = tile
     first = 0
@@ -282,7 +285,7 @@ def combine_kernel(
     SEARCH: tl.constexpr,
     TREE: tl.constexpr,
 ):
-    """Grid (query tiles x tokens_a_tile, heads): joins the splits of one token and head; rows of one split are done already."""
+    """Grid (query tiles x tokens_a_tile, heads): joins the splits of one token and head; a row of one split is done."""
     token = tl.program_id(0) % tokens_a_tile
     head = tl.program_id(1)
     row, first = _locate(query_start_loc_ptr, num_rows, tl.program_id(0) // tokens_a_tile, BLOCK_Q, SEARCH)
