@@ -60,13 +60,12 @@ def _run_job(settings: Settings, options: Any, ending: Ending) -> int:
 
     if options.job.restart and not options.view.yes:
         _confirm_restart(options.job.output)
+    target, make_engine = make_target(options.engine)
     with _events(options.view) as events:
         if (line := wording.settings_line(settings)) is not None:
             events.say("settings", line, settings=config.as_dict(settings))
         for note in settings.notes:
             events.warning("settings", note)
-        events.stage("reading the model's config and tokenizer")
-        target, make_engine = make_target(options.engine)
         result = run_job(options.job, target=target, make_engine=make_engine, events=events, handle_signals=True)
     return ending.finished(result, settings, show_shards=events.is_live)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from specbatch.engine_options import EngineOptions
 from specbatch.errors import UsageError
@@ -28,14 +28,27 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
+# Options that no engine of this version acts on: refused rather than ignored. A test holds this table to the code.
+IDLE_OPTIONS: Final[Mapping[str, str]] = {
+    "quantize": "weights are used as they are in this version",
+    "cuda_graphs": "every step runs eagerly in this version",
+}
+
+
 def make_target(options: EngineOptions) -> tuple[Target, EngineFactory]:
     """What the job must know of the model, and how to make its engine. Raises UsageError naming model and fix."""
     if options.model == STAND_IN:
         from specbatch.standin import make_stand_in
 
         return make_stand_in(options)
+    defaults = EngineOptions()
+    for name, why in IDLE_OPTIONS.items():
+        if getattr(options, name) != getattr(defaults, name):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect: {why}", hint="leave it out")
+    if options.devices == "all" or len(options.devices) > 1:
+        raise UsageError("--devices: one engine drives one device in this version", hint="name one: --devices 0")
     try:
-        return _local_model(options)
+        return _local_model(options.for_device(options.devices[0]) if options.devices else options)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -1,0 +1,161 @@
+"""The command line: parsing, help, exit codes and messages of everything that ends before a job begins."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specbatch import help as pages
+from specbatch.cli import build_app, main
+from specbatch.commands import BY_COMMAND, COMMANDS
+from specbatch.options import PANELS, RUN_OPTIONS
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for option in RUN_OPTIONS:
+        monkeypatch.delenv(option.variable, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a b", "c"]}), path)
+    return str(path)
+
+
+def test_every_option_is_on_the_help_page_in_its_panel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    page = capsys.readouterr().out
+    for option in RUN_OPTIONS:
+        shown = f"--no-{option.name}" if option.off else option.flag
+        assert f"{shown} " in page or f"{shown}\n" in page
+        assert option.help.split(".")[0].split()[0] in page
+    positions = [page.index(f"\n{panel}\n") for panel in PANELS]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 110])
+def test_help_pages_fit_their_width(width: int) -> None:
+    for command in COMMANDS:
+        page = pages.command_help(command, pages.Style(width))
+        examples = {line for example in command.examples for line in (f"  {example[0]}", f"  # {example[1]}")}
+        long = [line for line in page.splitlines() if len(line) > max(width, 46) and line not in examples]
+        assert long == []
+        assert page.isascii()
+
+
+def test_the_quick_page_and_the_parsers_page_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    quick = capsys.readouterr().out
+    assert main(["run", "x.parquet", "--max-tokens", "3", "--help"]) == 0
+    assert capsys.readouterr().out == quick
+    assert pages.quick_answer(["run", "x", "--help"]) is None
+
+
+def test_typer_knows_exactly_the_options_of_the_table() -> None:
+    import typer
+
+    group: Any = typer.main.get_command(build_app())
+    assert set(group.commands) == set(BY_COMMAND)
+    for command in COMMANDS:
+        names = {name for p in group.commands[command.name].params for name in (*p.opts, *p.secondary_opts)}
+        for option in command.options:
+            assert option.flag in names
+            assert not option.short or option.short in names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error", "hint"),
+    [
+        (["rnu"], 2, "'rnu' is not a command", "did you mean 'run'?"),
+        (["prompts.parquet"], 2, "'prompts.parquet' is not a command", "specbatch run prompts.parquet"),
+        (["run"], 2, "no input given", "specbatch run prompts.parquet"),
+        (["run", "a", "b"], 2, "--output is needed with 2 inputs", "-o answers"),
+        (["run", "a", "--max-token", "3"], 2, "no such option: --max-token", "--max-tokens"),
+        (["run", "a", "--max-tokens"], 2, "option '--max-tokens' requires an argument", "specbatch run --help"),
+        (["run", "a", "--max-tokens", "0"], 2, "--max-tokens must be an integer, at least 1, got 0", ""),
+        (["run", "a", "--max-tokens", "-1"], 2, "--max-tokens must be an integer, at least 1, got -1", ""),
+        (["run", "a", "--max-tokens", "many"], 2, "--max-tokens must be an integer, got 'many'", ""),
+        (["run", "a", "--max-duration", "soon"], 2, "--max-duration must be a duration such as 90s", ""),
+        (["run", "a", "--overlong", "drop"], 2, "--overlong must be one of error, truncate-left", ""),
+        (["run", "a", "--temperature", "-1"], 2, "--temperature must be", ""),
+        (["run", "a", "--config", "none.toml"], 10, "--config: no such file: none.toml", ""),
+        (["run", "a", "--model", "/no/such/model"], 2, "no such model folder: /no/such/model", "nothing is downloaded"),
+        (["inspect"], 2, "missing argument 'OUT'", "specbatch inspect --help"),
+        (["inspect", "nowhere"], 10, "nowhere: no such directory", ""),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_exit_code(
+    arguments: list[str], code: int, error: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, *rest = err.splitlines()
+    assert first.startswith(f"error: {error}")
+    assert hint in err
+    assert len(rest) <= 1
+    assert "Traceback" not in err
+
+
+def test_values_that_look_like_options_and_repeated_options(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "a.parquet", "--system", "--help", "--presence-penalty", "-0.5", "--stop", "x", "--stop", "y"]
+    assert main([*arguments, "--no-prefix-cache", "-k", "3", "-n", "2", "--print-config"]) == 0
+    settings = tomllib.loads(capsys.readouterr().out)
+    assert settings == {
+        "input": ["a.parquet"], "system": "--help", "presence-penalty": -0.5, "stop": ["x", "y"],
+        "prefix-cache": False, "num-speculative-tokens": 3, "n": 2,
+    }  # fmt: skip
+
+
+def test_print_config_as_json_and_only_when_it_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "a.parquet", "--seed", "3", "--print-config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"input": ["a.parquet"], "seed": 3, "json": True}
+    assert main(["run", "a.parquet", "--max-tokens", "0", "--print-config"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_errors_before_the_job_are_objects_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "a", "--max-tokens", "0", "--json", "--log-format", "json"]) == 2
+    out, err = capsys.readouterr()
+    content = json.loads(out)
+    assert (content["schema_version"], content["exit_code"], content["error"]["code"]) == (1, 2, "usage")
+    assert json.loads(err)["event"] == "error"
+
+
+def test_dry_run_counts_and_writes_nothing(
+    prompts: str, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["run", prompts, "--model", str(tiny_target), "--dry-run"]
+    assert main(arguments) == 0
+    assert "rows      2 in 1 file" in capsys.readouterr().out
+    assert main([*arguments, "--json", "--max-tokens", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["sampled_rows"], found["schema_version"]) == (2, 2, 1)
+    assert sum(count for _, _, count in found["histogram"]) == 2
+    assert found["completion_tokens_at_most"] == 8
+    assert [p.name for p in tmp_path.iterdir()] == ["prompts.parquet"]
+
+
+def test_a_misspelt_column_is_found_before_the_model_is_loaded(
+    prompts: str, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", prompts, "--model", str(tiny_target), "--prompt-column", "promt", "--dry-run"]) == 2
+    assert "did you mean 'prompt'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--version", "run"]])
+def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from specbatch import __version__
+
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"specbatch {__version__}\n"
