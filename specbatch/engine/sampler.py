@@ -273,7 +273,7 @@ def _choose_wide_nucleus(scaled: Tensor, keys: Tensor, total: Tensor, top_p: Ten
         token_ids = _argmax(scores)
         chosen = token_ids.clamp(min=0).to(torch.int64)[:, None]
         above = (weight * (scaled > scaled.gather(1, chosen))).sum(dim=-1)
-        outside = (above >= top_p * total) & (token_ids >= 0)
+        outside = (above >= top_p * total) & (top_p < 1) & (token_ids >= 0)
         if not bool(outside.any()):
             return token_ids
         scores[outside, chosen[outside, 0]] = -torch.inf
