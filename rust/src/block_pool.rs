@@ -251,7 +251,10 @@ impl BlockPool {
             state[page] += u8::from(entry.ref_count > 0);
             owned[entry.tenant as usize] += usize::from(entry.ref_count > 0);
             if state[page] != 1 {
-                return fail(format!("page {page} is in {} of the states free, owned, cached; expected 1", state[page]));
+                return fail(format!(
+                    "page {page} is in {} of the states free, owned, cached; expected 1",
+                    state[page]
+                ));
             }
             if entry.hash != UNNAMED && self.names.get(&entry.hash) != Some(&(page as PageId)) {
                 return fail(format!("page {page} carries a name that belongs to another page"));

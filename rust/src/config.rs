@@ -58,9 +58,7 @@ impl Config {
     pub fn validate(mut self) -> Result<Self> {
         const LIMIT: usize = i32::MAX as usize;
         let at_least = |name: &str, value: usize, low: usize, high: usize| {
-            ensure((low..=high).contains(&value), || {
-                format!("{name}: expected {low}..={high}, got {value}")
-            })
+            ensure((low..=high).contains(&value), || format!("{name}: expected {low}..={high}, got {value}"))
         };
         at_least("num_pages", self.num_pages, 2, LIMIT)?;
         at_least("block_size", self.block_size, 1, LIMIT)?;
@@ -74,10 +72,7 @@ impl Config {
         at_least("ngram_max", self.ngram_max, self.ngram_min, 64)?;
         let widest = self.block_size.max(self.draft_block_size);
         ensure(self.num_pages.checked_mul(widest).is_some_and(|slots| slots <= LIMIT), || {
-            format!(
-                "num_pages: {} pages of {widest} tokens exceed the {LIMIT} slots an int32 can name",
-                self.num_pages
-            )
+            format!("num_pages: {} pages of {widest} tokens exceed the {LIMIT} slots an int32 can name", self.num_pages)
         })?;
         if let Some(&id) = self.eos_token_ids.iter().find(|&&id| id < 0) {
             ensure(false, || format!("eos_token_ids: expected ids of at least 0, got {id}"))?;
@@ -103,10 +98,6 @@ impl Config {
     /// Draft pages that hold `tokens` tokens.
     #[must_use]
     pub fn draft_pages(&self, tokens: usize) -> usize {
-        if self.draft_block_size == 0 {
-            0
-        } else {
-            tokens.div_ceil(self.draft_block_size)
-        }
+        if self.draft_block_size == 0 { 0 } else { tokens.div_ceil(self.draft_block_size) }
     }
 }

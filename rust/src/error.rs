@@ -26,9 +26,5 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// `Err(Error::Argument(message))` unless `ok`.
 pub(crate) fn ensure(ok: bool, message: impl FnOnce() -> String) -> Result<()> {
-    if ok {
-        Ok(())
-    } else {
-        Err(Error::Argument(message()))
-    }
+    if ok { Ok(()) } else { Err(Error::Argument(message())) }
 }

@@ -211,7 +211,12 @@ impl Layout {
             arrays.num_draft_tokens[i] = 0;
             arrays.draft_seq_lens[i] = 0;
             self.tables[i].write(&mut arrays.block_tables[i * width..(i + 1) * width], 0, &[], 0);
-            self.draft_tables[i].write(&mut arrays.draft_block_tables[i * draft_width..(i + 1) * draft_width], 0, &[], 0);
+            self.draft_tables[i].write(
+                &mut arrays.draft_block_tables[i * draft_width..(i + 1) * draft_width],
+                0,
+                &[],
+                0,
+            );
         }
         arrays.query_start_loc[rows..].fill(info.num_tokens as i32);
         arrays.logits_start_loc[rows..].fill(info.num_logits as i32);

@@ -84,8 +84,7 @@ impl WaitingQueue {
         self.arrivals += 1;
         let mut group = arrival;
         if let Some(name) = self.first_page(&prompt) {
-            let entry =
-                self.groups.entry(name).or_insert(Group { window: self.window, arrival, members: 0 });
+            let entry = self.groups.entry(name).or_insert(Group { window: self.window, arrival, members: 0 });
             if entry.window != self.window {
                 *entry = Group { window: self.window, arrival, members: 0 };
             }

@@ -67,10 +67,7 @@ mod tests {
         // [2, 3] comes true, 9 is the bonus; nothing is known after 9; then 9 follows 9.
         assert_eq!(
             rounds,
-            [
-                Round { proposed: 2, accepted: 2, committed: 3 },
-                Round { proposed: 0, accepted: 0, committed: 1 },
-            ]
+            [Round { proposed: 2, accepted: 2, committed: 3 }, Round { proposed: 0, accepted: 0, committed: 1 },]
         );
         assert_eq!(shadow.close(), Some(Round { proposed: 1, accepted: 1, committed: 1 }));
         assert_eq!(shadow.close(), None);

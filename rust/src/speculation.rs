@@ -46,11 +46,15 @@ impl Speculation {
             2 => Method::Draft,
             3 => Method::External,
             _ => {
-                ensure(false, || format!("method: expected METHOD_NONE, NGRAM, DRAFT or EXTERNAL (0..=3), got {method}"))?;
+                ensure(false, || {
+                    format!("method: expected METHOD_NONE, NGRAM, DRAFT or EXTERNAL (0..=3), got {method}")
+                })?;
                 Method::None
             }
         };
-        ensure((0..=max_k as i64).contains(&k), || format!("k: expected 0..={max_k} (max_speculative_tokens), got {k}"))?;
+        ensure((0..=max_k as i64).contains(&k), || {
+            format!("k: expected 0..={max_k} (max_speculative_tokens), got {k}")
+        })?;
         ensure(method != Method::Draft || has_draft_tenant, || {
             "method: METHOD_DRAFT needs a scheduler with draft_block_size of at least 1, got 0".into()
         })?;

@@ -119,11 +119,10 @@ impl Scheduler {
     fn apply_prefill(&mut self, row: &RowPlan, tokens: &[i32]) {
         let sequence = &mut self.rows[row.handle];
         sequence.num_computed = row.start + row.len;
-        if !row.wants_logits {
-            self.publish(row.handle);
-            return;
+        if row.wants_logits {
+            sequence.status = SequenceStatus::Decoding;
         }
-        sequence.status = SequenceStatus::Decoding;
+        self.publish(row.handle);
         let (_, finish) = self.commit(row, tokens);
         self.settle(row.handle, finish);
     }
@@ -186,17 +185,17 @@ impl Scheduler {
         (tokens.len(), None)
     }
 
-    /// Shares the row's new full pages, then ends it or gives back what its rejected drafts had reserved.
+    /// Ends the row, or gives back what its rejected drafts had reserved.
     fn settle(&mut self, handle: Handle, finish: Option<FinishReason>) {
-        self.publish(handle);
         match finish {
             Some(reason) => self.finish(handle, reason, RowError::None),
             None => self.trim(handle),
         }
     }
 
-    /// Offers pages that became full of computed, committed tokens to the prefix cache.
-    fn publish(&mut self, handle: Handle) {
+    /// Offers pages full of computed, committed tokens to the prefix cache: a prompt's as soon as they are there,
+    /// those of the output only when the row is preempted and will want them back.
+    pub(super) fn publish(&mut self, handle: Handle) {
         let sequence = &mut self.rows[handle];
         let full = sequence.num_computed / self.config.block_size;
         if !self.config.prefix_cache || full <= sequence.num_published {

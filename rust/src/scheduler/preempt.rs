@@ -19,6 +19,7 @@ impl Scheduler {
     }
 
     pub(super) fn preempt_row(&mut self, handle: Handle) {
+        self.publish(handle);
         self.release_all(handle);
         let sequence = &mut self.rows[handle];
         sequence.status = SequenceStatus::Waiting;
