@@ -90,8 +90,12 @@ def verify_rejection(
 
     target_probs float32 [T, vocab] after each packed token; draft_probs float32 [R, width - 1, vocab]: what
     draft j of each row was drawn from, after the same processing, or None for drafts without probabilities (one-hot);
-    seed int64 [R]; positions [T] of the packed tokens; the rest and the result as in `verify_coupled`.
+    seed int64 [R]; positions [T] of the packed tokens; the rest and the result as in `verify_coupled`. ValueError when
+    draft_probs has another shape.
     """
+    expected = (num_draft.shape[0], width - 1, target_probs.shape[1])
+    if draft_probs is not None and tuple(draft_probs.shape) != expected:
+        raise ValueError(f"draft_probs must have shape {list(expected)}, got {list(draft_probs.shape)}")
     start, end = query_start_loc[:-1].to(torch.int64)[:, None], query_start_loc[1:].to(torch.int64)[:, None]
     last = input_ids.shape[0] - 1
     draft_column = torch.arange(width - 1, device=input_ids.device)
