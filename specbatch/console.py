@@ -30,14 +30,21 @@ from specbatch.units import format_count, format_duration, format_percent, forma
 
 REFRESH_PER_SECOND = 2.0
 WIDE, NARROW, TALL = 64, 34, 9  # columns for the full block, for two lines; screen lines for the full block
+PIPE_WIDTH = 160  # columns where there is no terminal to ask
 LABEL = 8  # columns of the words at the left
 GENERATING = "generating"
 
 
 def make_console(stream: SafeStream) -> Console:
-    """A console on a stream that never fails: ASCII where the stream is, no colour with NO_COLOR."""
-    colour = bool(os.environ.get("NO_COLOR"))
-    return Console(file=cast("IO[str]", stream), no_color=colour or None, highlight=False, soft_wrap=False, emoji=False)
+    """A console on a stream that never fails: ASCII where the stream is, no colour with NO_COLOR, wide in a pipe."""
+    return Console(
+        file=cast("IO[str]", stream),
+        width=None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH,
+        no_color=bool(os.environ.get("NO_COLOR")) or None,
+        highlight=False,
+        soft_wrap=False,
+        emoji=False,
+    )
 
 
 class RunDisplay:
@@ -97,9 +104,9 @@ def _figures(reading: Reading) -> Iterator[tuple[str, list[Text]]]:
     written = Text(f"{format_count(reading.completion_tokens)} written")
     yield "speed", [speed, written, Text(f"{format_count(reading.prompt_tokens)} prompt")]
     drafts = "none" if reading.acceptance_rate is None else f"{format_percent(reading.acceptance_rate)} accepted"
-    yield "drafts", [Text(drafts), Text(_modes(reading))]
-    memory = [f"KV {format_percent(reading.kv_share)}", f"{format_count(reading.running)} running"]
-    memory.append(f"{format_count(reading.waiting)} waiting")
+    yield "drafts", [Text(part) for part in (drafts, _modes(reading)) if part]
+    memory = [] if reading.kv_share is None else [f"KV {format_percent(reading.kv_share)}"]
+    memory += [f"{format_count(reading.running)} running", f"{format_count(reading.waiting)} waiting"]
     if reading.preemptions:
         memory.append(wording.plural(reading.preemptions, "preemption"))
     yield "memory", [Text(part) for part in memory]
@@ -136,8 +143,6 @@ def _bar(reading: Reading, width: int, right: str) -> Table:
 
 def _modes(reading: Reading) -> str:
     """Mode by live shard while there are few, counted when there are many."""
-    if not reading.modes:
-        return "no shard live"
     if len(reading.modes) <= 3:
         return ", ".join(f"shard {shard} {mode}" for shard, mode in sorted(reading.modes.items()))
     return ", ".join(f"{count} shards {mode}" for mode, count in reading.mode_counts)

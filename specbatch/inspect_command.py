@@ -22,8 +22,11 @@ def inspect_output(output: str, *, decisions: bool, as_json: bool) -> int:
     from specbatch.console_tables import print_decisions, print_report
 
     console = make_console(stdout)
-    if decisions:
-        print_decisions(console, found)
-    else:
-        print_report(console, found)
+    with console.capture() as captured:
+        if decisions:
+            print_decisions(console, found)
+        else:
+            print_report(console, found)
+    for line in captured.get().splitlines():
+        stdout.line(line.rstrip())
     return ExitCode.OK

@@ -80,15 +80,15 @@ def engine_lines(description: Mapping[str, Any]) -> list[str]:
         memory.append(f"KV {format_bytes(int(get('kv_bytes', 0)))}{pages if get('num_pages') else ''}")
     if get("max_num_seqs"):
         memory.append(f"up to {plural(int(get('max_num_seqs', 0)), 'row')} at once")
-    if get("max_rows_ar") is not None:
-        both = f", {get('max_rows_speculative')} with a draft each" if get("draft_model") else ""
-        memory.append(f"at full context {get('max_rows_ar')}{both}")
+    if (most := get("max_rows_ar")) is not None:
+        both = f", {get('max_rows_speculative')} with a draft each" if most and get("draft_model") else ""
+        memory.append(f"{plural(int(most), 'row') if most else 'no row'} at full context{both}")
     if get("max_model_len"):
         memory.append(f"context {format_count(int(get('max_model_len', 0)))} tokens")
     if memory:
         lines.append("memory: " + "; ".join(memory))
-    if get("speculation"):
-        lines.append(f"speculation: {get('speculation')}")
+    if get("attention"):
+        lines.append(f"attention: {get('attention')}")
     return lines
 
 

@@ -16,11 +16,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specbatch.errors import SpecbatchError
-from specbatch.job.columns import find_source, plan_output
-from specbatch.job.inputs import FileState, expand_inputs
 from specbatch.job.manifest import Manifest
 from specbatch.job.options import JobOptions, Target
 from specbatch.job.params import ParamsParser
+from specbatch.job.plan import make_plan
 from specbatch.job.prepare import Prepared, Preparer
 from specbatch.job.prompts import PromptBuilder
 from specbatch.job.reader import InputSet
@@ -29,8 +28,7 @@ from specbatch.sampling_params import SamplingParams
 
 SCHEMA_VERSION: Final = 1
 SAMPLE_ROWS: Final = 20_000  # tables up to this are read whole
-BYTES_PER_TOKEN: Final = 4.0  # of text, before compression: what English has under common vocabularies
-COMPRESSION: Final = 0.5  # compressed size of generated text
+TEXT_BYTES_PER_TOKEN: Final = 2.0  # compressed: English has about 4 bytes a token under common vocabularies
 
 
 @dataclass(slots=True)
@@ -70,17 +68,14 @@ class Estimate:
 
 def estimate(options: JobOptions, target: Target, *, stage: Callable[[str], None] = lambda name: None) -> Estimate:
     """Look at the inputs. Raises what a run would raise for inputs, schema and options."""
-    specs = expand_inputs(options.inputs, options.output)
-    inputs = InputSet(specs, [FileState.of(spec.path) for spec in specs])
     stage("loading tokenizer")
-    tokenizer = target.make_tokenizer()
-    source = find_source(inputs.schema, options, inputs.is_jsonl, lambda: tokenizer.has_chat_template)
-    plan = plan_output(inputs.schema, options)
+    plan = make_plan(options, target)
+    inputs, tokenizer = plan.inputs, plan.tokenizer.get
     shards = plan_shards(inputs.row_groups, options.shard_rows, options.limit)
     rows = sum(shard.rows for shard in shards)
     builder = PromptBuilder(
-        source,
-        ParamsParser(options.sampling, target.max_model_len),
+        plan.source,
+        ParamsParser(plan.sampling, target.max_model_len),
         tokenizer.render,
         max_row_bytes=options.max_row_bytes,
         n=options.n,
@@ -91,7 +86,7 @@ def estimate(options: JobOptions, target: Target, *, stage: Callable[[str], None
     began = time.perf_counter()
     for shard in _sample(shards, rows):
         start = 0
-        for piece in inputs.read(shard, source.columns):
+        for piece in inputs.read(shard, plan.source.columns):
             counts.add(Preparer(options, builder, tokenizer, target.max_model_len).prepare(shard, start, piece))
             start += piece.rows
     seconds = time.perf_counter() - began
@@ -102,12 +97,12 @@ def estimate(options: JobOptions, target: Target, *, stage: Callable[[str], None
     manifest = _manifest(options.output)
     return Estimate(
         rows=rows,
-        files=len(specs),
+        files=len(inputs.specs),
         input_bytes=sum(state.size for state in inputs.states),
         shards=len(shards),
         rows_done=sum(part.rows for part in manifest.parts if part) if manifest and not options.restart else 0,
-        prompt_source=source.description,
-        output_columns=plan.as_text,
+        prompt_source=plan.source.description,
+        output_columns=plan.output.as_text,
         sampled_rows=counts.rows,
         prompt_tokens=round(int(lengths.sum()) * scale),
         prompt_tokens_min=int(lengths.min()),
@@ -120,7 +115,7 @@ def estimate(options: JobOptions, target: Target, *, stage: Callable[[str], None
         skipped=round(counts.skipped * scale),
         row_errors={code: max(1, round(count * scale)) for code, count in counts.errors.most_common()},
         completion_tokens_at_most=completion,
-        output_bytes_at_most=_kept_bytes(inputs, plan.kept, rows) + round(completion * BYTES_PER_TOKEN * COMPRESSION),
+        output_bytes_at_most=_kept_bytes(inputs, plan.output.kept, rows) + round(completion * TEXT_BYTES_PER_TOKEN),
         tokens_per_second=speed,
         seconds_at_most=completion / speed if speed else None,
         tokenize_seconds=seconds * scale,

@@ -29,7 +29,8 @@ class ShardEvidence:
 
     offered: dict[str, list[int]] = field(default_factory=dict)  # method -> by draft position
     accepted: dict[str, list[int]] = field(default_factory=dict)
-    mode: str = ""  # last decided
+    now: tuple[str, bool] = ("", False)  # last decided, and whether only as a probe
+    mode: str = ""  # last decided, probes apart
     reason: str = ""
     changes: int = 0  # of mode, probes not counted
     rates: dict[str, float] = field(default_factory=dict)  # predicted tokens/s: the best of AR and of each method
@@ -106,10 +107,11 @@ def _count(entry: dict[str, Any], evidence: Evidence) -> None:
     for choice in decision["shards"]:
         shard = evidence.shards.setdefault(choice["shard"], ShardEvidence())
         mode, probe = mode_name(choice["method"], choice["k"]), bool(choice["probe"])
-        if choice["switched"] or not shard.mode:
+        if (mode, probe) != shard.now:
             moved.setdefault((mode, choice["reason"], probe), []).append(choice["shard"])
-            shard.changes += 1 if shard.mode and not probe else 0
+            shard.now = (mode, probe)
         if not probe:
+            shard.changes += 1 if shard.mode and mode != shard.mode else 0
             shard.mode, shard.reason = mode, choice["reason"]
         best: dict[int, dict[str, Any]] = {}
         for candidate in choice["candidates"]:
