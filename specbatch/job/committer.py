@@ -26,7 +26,7 @@ from specbatch.job.table import count, failed_rows
 
 _GATHER_SAMPLES = 8192
 _GATHER_BYTES = 256 * 2**20
-_SAVE_SHARE = 20  # saving the manifest may take a twentieth of the time
+_SAVE_SHARE, _SAVE_SECONDS = 5, 2.0  # saving the manifest may take a fifth of the time; entries wait no longer
 
 
 class Cancelled(Exception):
@@ -75,8 +75,9 @@ class Committer:
         self._results: queue.SimpleQueue[Committed | Unwritable | BaseException] = queue.SimpleQueue()
         self._written: list[Committed] = []  # parts in place, entries not saved yet
         self._next_save = 0.0
-        self._cancelled = False
+        self._cancelled = self._stopping = self._hurried = False
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
+        self._news = threading.Event()
         self.submitted = 0
         self.finished = 0
 
@@ -99,20 +100,30 @@ class Committer:
         self.finished += len(found)
         return found
 
+    def hurry(self) -> None:
+        """Nothing more will be submitted: save every entry at once."""
+        if not self._hurried:
+            self._hurried = True
+            self._jobs.put(None)
+
+    def wait(self, timeout: float) -> None:
+        """Until there is a result, or `timeout` seconds."""
+        if self._news.wait(timeout):
+            self._news.clear()
+
     @property
     def idle(self) -> bool:
         return self.finished == self.submitted
 
-    def save(self, change: Callable[[Manifest], None] | None = None) -> None:
-        """Change the manifest and make it durable. Raises DiskFull."""
+    def save(self) -> None:
+        """Make the manifest durable as it is. Raises DiskFull."""
         with self.lock:
-            if change is not None:
-                change(self._manifest)
             self._manifest.save(self._output)
 
     def stop(self, cancel: bool) -> None:
         """Finish what was submitted, or (cancel) drop it, the part in work too."""
         self._cancelled |= cancel
+        self._stopping = True
         self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join()
@@ -123,29 +134,36 @@ class Committer:
         try:
             while True:
                 try:
-                    live = self._jobs.get(timeout=0.05 if self._written else None)
+                    due = max(0.0, self._next_save - time.monotonic()) if self._written else None
+                    live = self._jobs.get(timeout=due)
                 except queue.Empty:
                     self._save_entries()
                     continue
                 if live is None:
                     self._save_entries()
-                    return
+                    if self._stopping:
+                        return
+                    continue
                 if self._cancelled:
                     continue
                 self._commit(live)
-                if time.monotonic() >= self._next_save:
+                if self._hurried or time.monotonic() >= self._next_save:
                     self._save_entries()
         except Cancelled:
             self._save_entries()
         except BaseException as error:
-            self._results.put(error)
+            self._report(error)
+
+    def _report(self, result: Committed | Unwritable | BaseException) -> None:
+        self._results.put(result)
+        self._news.set()
 
     def _commit(self, live: LiveShard) -> None:
         try:
             entry = self._write(live)
         except InputUnreadable as error:
             live.failed = error.message
-            self._results.put(Unwritable(live, error.message))
+            self._report(Unwritable(live, error.message))
             return
         self._store.forget(live.shard.index)
         self._written.append(Committed(live, entry))
@@ -159,10 +177,11 @@ class Committer:
             for item in self._written:
                 self._manifest.parts[item.live.shard.index] = item.entry
             self._manifest.save(self._output)
-        self._next_save = time.monotonic() + _SAVE_SHARE * (time.monotonic() - start)
+        now = time.monotonic()
+        self._next_save = now + min(_SAVE_SECONDS, (_SAVE_SHARE - 1) * (now - start))
         for item in self._written:
             item.live.spool.discard()
-            self._results.put(item)
+            self._report(item)
         self._written = []
 
     def _write(self, live: LiveShard) -> PartEntry:

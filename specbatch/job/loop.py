@@ -129,7 +129,12 @@ class JobLoop:
         if self.stop is not None:
             return not (self.driver is not None and self.driver.unfinished) or now >= self.stop.until
         if self._feeder.exhausted and not self._backlog and not (self.driver and self.driver.unfinished):
-            return not self._lives and self._committer.idle
+            if not self._lives:
+                if self._committer.idle:
+                    return True
+                self._committer.hurry()
+            self._committer.wait(_IDLE_SECONDS)
+            return False
         if not moved and not self._backlog:
             self._wait()
         return False
@@ -137,7 +142,7 @@ class JobLoop:
     def _wait(self) -> None:
         """Nothing to do for the engine: until the feeder has something, or the committer may have."""
         if self._feeder.exhausted:
-            time.sleep(_IDLE_SECONDS)
+            self._committer.wait(_IDLE_SECONDS)
         else:
             item = self._feeder.next(_IDLE_SECONDS)
             if item is not None:
@@ -254,6 +259,7 @@ class JobLoop:
         """Wait for parts being written: all of them, or (when stopping) a few seconds past the end."""
         if self.stop is not None:
             self._submit()
+            self._committer.hurry()
             deadline = max(self.stop.until, time.monotonic()) + _COMMIT_SECONDS
             while not self._committer.idle and time.monotonic() < deadline:
                 self._collect_parts()

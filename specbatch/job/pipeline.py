@@ -182,11 +182,12 @@ class Pipeline:
         if engine.max_model_len < 2:
             raise UsageError(f"the engine has a context of {engine.max_model_len} tokens")
 
-        def note(manifest: Manifest) -> None:
-            manifest.engine = description
-            manifest.resolved = resolved
-
-        self._committer.save(note)
+        with self._committer.lock:  # made durable now when it binds later starts, else with the next part
+            self._manifest.engine = description
+            changed = self._manifest.resolved != resolved
+            self._manifest.resolved = resolved
+        if changed:
+            self._committer.save()
         self._events.engine_ready(description)
         return EngineDriver(engine, self._events.warning)
 

@@ -158,7 +158,6 @@ class _Job:
                 shards=shards,
                 parts=[None] * len(shards),
             )
-            manifest.save(self.output)
             return manifest, False
         named = {name: value for name, value in fingerprint.items() if name != "inputs"}
         if not differing_fields({n: v for n, v in earlier.fingerprint.items() if n != "inputs"}, named):

@@ -27,7 +27,7 @@ _POSITION_BITS: Final = 32
 FLUSH_ROWS: Final = 4096
 FLUSH_BYTES: Final = 4 * 2**20
 FLUSH_SECONDS: Final = 1.0
-_CACHE_BYTES: Final = 64 * 2**20
+_CACHE_BYTES: Final = 16 * 2**20
 ABSENT: Final = -1
 
 
