@@ -159,3 +159,57 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
     assert main(arguments) == 0
     assert capsys.readouterr().out == f"specbatch {__version__}\n"
+
+
+def test_a_defect_is_one_line_and_its_traceback_only_on_request(
+    prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import specbatch.job.run
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(specbatch.job.run, "run_job", broken)
+    arguments = ["run", prompts, "--model", "stand-in", "--json"]
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["exit_code"] == 1
+    assert "error: unexpected KeyError: 'oops' (test_cli.py:" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("SPECBATCH_DEBUG", "1")
+    assert main(arguments) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_runs_out_is_a_resource_not_a_defect(
+    prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import specbatch.job.run
+
+    for error in (MemoryError(), OSError(28, "No space left on device")):
+
+        def broken(*arguments: object, error: BaseException = error, **options: object) -> None:
+            raise error
+
+        monkeypatch.setattr(specbatch.job.run, "run_job", broken)
+        assert main(["run", prompts, "--model", "stand-in"]) == 13
+        assert "hint:" in capsys.readouterr().err
+
+
+def test_run_and_inspect_end_to_end(prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", prompts, "--model", "stand-in", "--json", "--metrics-file", "m.prom"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    assert (result["rows"], result["exit_code"], result["schema_version"]) == (2, 0, 1)
+    assert "settings: model stand-in" in err
+    assert f"done: 2 of 2 rows in {tmp_path / 'prompts.out'}" in err
+    output = str(tmp_path / "prompts.out")
+    assert main(["inspect", output]) == 0
+    assert "complete" in capsys.readouterr().out
+    assert main(["inspect", output, "--decisions"]) == 0
+    assert "no decision was logged" in capsys.readouterr().out
+    assert main(["inspect", output, "--json", "--decisions"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"] == []
+    assert main(["run", prompts, "--model", "stand-in", "--seed", "1"]) == 12
+    assert "seed" in capsys.readouterr().err
+    assert "specbatch_last_exit_code" in (tmp_path / "m.prom").read_text()

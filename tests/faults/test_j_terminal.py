@@ -237,3 +237,46 @@ def test_quiet_still_has_the_last_line(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert b" elapsed, " not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(b"done: 60 of 60 rows")
+
+
+def test_usr1_prints_progress_also_where_it_is_off(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        arguments(tmp_path, "--progress", "none"),
+        cwd=tmp_path,
+        env=environment(SPECBATCH_STANDIN="capacity=4,delay=0.2"),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    for line in lines:
+        if line.endswith(" generating\n"):
+            process.send_signal(signal.SIGUSR1)
+            break
+    assert " elapsed, " in next(lines)
+    process.send_signal(signal.SIGTERM)
+    rest = list(lines)
+    assert process.wait(30) == 143
+    assert "SIGTERM: no new rows" in rest[0]
+    assert rest[-1].endswith("[exit 143]\n")
+    process.stderr.close()
+
+
+def test_restart_asks_on_a_terminal_before_it_discards(tmp_path: Path) -> None:
+    assert run(tmp_path).returncode == 0
+    parts = tmp_path / "prompts.out"
+    before = (parts / "part-00000.parquet").stat().st_mtime_ns
+    terminal = on_terminal(tmp_path, "--restart")
+    terminal.read_until(rb"\[y/N\]")
+    assert b"discards 60 finished rows" in terminal.text
+    os.write(terminal.master, b"n\n")
+    assert terminal.end() == 2
+    assert (parts / "part-00000.parquet").stat().st_mtime_ns == before
+    terminal = on_terminal(tmp_path, "--restart")
+    terminal.read_until(rb"\[y/N\]")
+    os.write(terminal.master, b"y\n")
+    assert terminal.end() == 0
+    assert (parts / "part-00000.parquet").stat().st_mtime_ns > before
+    assert run(tmp_path, "--restart").returncode == 0  # nobody to ask: the command line means it
+    finished(tmp_path)
