@@ -38,7 +38,6 @@ SHARD_ROUNDS: Final = 8.0
 STALE_SD: Final = 0.15  # what p_1 may drift to while nobody looks, and the steps that takes
 STALE_STEPS: Final = 150.0
 IDLE_STEPS: Final = 300.0  # steps in which counts nobody adds to lose half their weight
-DRAFT_SHADOW_WEIGHT: Final = 0.33  # many rounds of few rows say less than the same rounds of many
 FAST: Final = 6.0  # the fast memory is this much shorter
 POOL_ROUNDS: Final = 32768.0
 CHANGE_Z: Final = 4.0  # standard errors between the fast and the slow memory that count as a change
@@ -209,16 +208,16 @@ class AcceptanceBook:
         self._tracks: dict[tuple[int, int], _Track] = {}
         self._pool: dict[int, _Counts] = {}  # all shards, by method; a new shard's prior is a snapshot of it
 
-    def add(self, sample: AcceptanceSample, k: int, half_life: float = 2048.0) -> None:
+    def add(self, sample: AcceptanceSample, k: int, half_life: float = 2048.0, weight: float = 1.0) -> None:
         """Counts drained since the last call.
 
         k: the num_speculative_tokens in force (of a shadow: its own). half_life: rounds after which counts weigh half;
-        a few tens of steps of the live batch, since what changes acceptance is rows coming and going.
+        a few tens of steps of the live batch, since what changes acceptance is rows coming and going. weight: what a
+        round counts for.
         """
         if sample.rounds <= 0 or k < 1:
             return
         method = SHADOWS.get(sample.method, sample.method)
-        weight = DRAFT_SHADOW_WEIGHT if sample.method == METHOD_DRAFT_SHADOW else 1.0
         self._track(sample.shard, method).add(k, sample, half_life, weight)
         pool = self._pool.setdefault(method, _Counts(0))
         pool.decay(0.5 ** (sample.rounds * weight / POOL_ROUNDS))

@@ -127,7 +127,7 @@ class Controller:
         self._default: Arm = AR
         self._shadow_k = 0
         self._shadow_since = 0
-        self._probe_k = 0
+        self._probe_k = self._probe_rows = 0
         self._unanswered = 0  # teacher-forced probes asked for and not answered
         self._wanted_rows = 0
         self._probe_after: dict[int, int] = {}  # shard -> step before which no teacher-forced probe is asked for
@@ -159,9 +159,8 @@ class Controller:
         if self.log is not None and self._evaluations == 0:
             self.log(self.start_event())
         self._evaluations += 1
-        self.known.learn(
-            observation, self._shadow_k, self._probe_k, {shard: state.arm for shard, state in self.states.items()}
-        )
+        modes = {shard: state.arm for shard, state in self.states.items()}
+        self.known.learn(observation, self._shadow_k, self._probe_k, self._probe_rows, modes)
         now = situation(observation, self.known.lengths, self.options.block_size, self.options.max_num_seqs)
         order = [line[0] for line in sorted(now.shards, key=lambda line: (-line[1], line[0]))]
         for shard in [s for s in self.states if s not in order]:
@@ -302,6 +301,7 @@ class Controller:
         probe_rows = self._wanted_rows
         if probe_rows:
             self._probe_k = max(k for k in self.options.ks if k <= 4 or k == self.options.ks[0])
+            self._probe_rows = probe_rows
             self._unanswered += 1
         self._rotate_shadow(observation.step)
         key = (self._default, tuple((s.shard, s.method, s.k) for s in shards), self._shadow_k, probe_rows)
@@ -326,7 +326,7 @@ class Controller:
         """Ask for the draft to be run over produced tokens, when that may change the mode and costs next to nothing."""
         options, known = self.options, self.known
         drafts = [s for s in scores.values() if s.arm[0] == METHOD_DRAFT]
-        rows = min(8.0, next((line[1] for line in now.shards if line[0] == shard), 0.0))
+        rows = min(32.0, next((line[1] for line in now.shards if line[0] == shard), 0.0))
         produced = now.context - now.prompt
         if not drafts or not options.can_probe_draft or self._unanswered >= 3 or state.arm[0] == METHOD_DRAFT:
             return
@@ -385,7 +385,9 @@ class Controller:
             correction=self.known.correction,
             draft_kv_ratio=self.options.draft_kv_ratio,
             draft_prefill=draft_prefill_seconds(self.known.cost) * self.known.draft_prefill_factor,
+            mix=self.known.mix,
             coverage=self.known.coverage,
+            reference_k=self._probe_k or 4,
             now=now,
             in_force={shard: state.arm for shard, state in self.states.items()},
         )

@@ -21,10 +21,12 @@ from specbatch.control.records import (
     Observation,
     StepStats,
 )
+from specbatch.control.row_groups import RowMix
 from specbatch.control.scoring import OutputLengths, draft_prefill_seconds, step_parts
 
 MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
 MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
+ROW_ALIKE = 0.1  # correlation of rounds of one row: many rounds of few rows say less than the same rounds of many
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class Learner:
         self.book = AcceptanceBook.from_json(prior) if prior else AcceptanceBook()
         self.correction = CostCorrection()
         self.lengths = OutputLengths()
+        self.mix: dict[int, RowMix] = {}  # by method
         self.history: dict[int, ShardHistory] = {}
         self.seconds = 0.0  # of all steps
         self.decode_steps = 0
@@ -63,14 +66,20 @@ class Learner:
         if arm[1]:
             self._last_k[shard, arm[0]] = arm[1]
 
-    def learn(self, observation: Observation, shadow_k: int, probe_k: int, modes: dict[int, Arm]) -> None:
-        """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of."""
+    def learn(
+        self, observation: Observation, shadow_k: int, probe_k: int, probe_rows: int, modes: dict[int, Arm]
+    ) -> None:
+        """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of;
+        probe_rows: rows the draft was asked to be run over."""
         self.lengths.add(observation.finished_rows, observation.finished_output_tokens)
         self.correction.advance()
         for stats in observation.steps:
             self._learn_steps(stats)
         self._learn_coverage(observation, modes)
-        self._learn_acceptance(observation, shadow_k, probe_k)
+        drafting = {arm[0] for arm in modes.values() if arm[1]}
+        if len(drafting) == 1 and observation.row_groups:
+            self.mix.setdefault(drafting.pop(), RowMix()).add(observation.row_groups, observation.running)
+        self._learn_acceptance(observation, shadow_k, probe_k, probe_rows)
         decode = sum(s.seconds for s in observation.steps if s.kind == STEP_DECODE)
         live = sum(s.running for s in observation.shards) or 1
         for rows in observation.shards:
@@ -117,20 +126,24 @@ class Learner:
             seen, weight = 1.0, 1.0 - 0.5 ** (sum(s.steps for s in observation.steps) / 64.0)
         self.coverage += weight * (seen - self.coverage)
 
-    def _learn_acceptance(self, observation: Observation, shadow_k: int, probe_k: int) -> None:
+    def _learn_acceptance(self, observation: Observation, shadow_k: int, probe_k: int, probe_rows: int) -> None:
         refreshed = set()
         running = {s.shard: s.running for s in observation.shards}
+        shadow_rounds = sum(s.rounds for s in observation.acceptance if s.method == METHOD_DRAFT_SHADOW)
+        row_rounds = shadow_rounds / max(probe_rows, 1)
         for sample in observation.acceptance:
+            weight = 1.0
             if sample.method == METHOD_NGRAM_SHADOW:
                 k = shadow_k
             elif sample.method == METHOD_DRAFT_SHADOW:
                 k = probe_k or len(sample.offered)
+                weight = 1.0 / (1.0 + ROW_ALIKE * max(row_rounds - 1.0, 0.0))
             else:
                 k = self._last_k.get((sample.shard, sample.method), len(sample.offered))
                 history = self.history.setdefault(sample.shard, ShardHistory())
                 history.row_steps += sample.rounds
                 history.committed += sample.committed
-            self.book.add(sample, k, max(MEMORY_STEPS * running.get(sample.shard, 1), MEMORY_ROUNDS))
+            self.book.add(sample, k, max(MEMORY_STEPS * running.get(sample.shard, 1), MEMORY_ROUNDS), weight)
             refreshed.add((sample.shard, SHADOWS.get(sample.method, sample.method)))
         steps = sum(s.steps for s in observation.steps if s.kind == STEP_DECODE)
         if steps:

@@ -66,6 +66,17 @@ class AcceptanceSample:
 
 
 @dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows that have drafted a little, by what a round brings them; see RowTally."""
+
+    finished: bool  # since the last observation; otherwise running now
+    rows: int
+    rounds: int  # of these rows, over their lives
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardRows:
     """Rows of one shard that run at the moment."""
 
@@ -93,6 +104,7 @@ class Observation:
     max_num_seqs: int
     steps: tuple[StepStats, ...] = ()
     acceptance: tuple[AcceptanceSample, ...] = ()
+    row_groups: tuple[RowGroup, ...] = ()
     finished_rows: int = 0
     finished_prompt_tokens: int = 0
     finished_output_tokens: int = 0
@@ -108,6 +120,7 @@ class Observation:
         """The inverse of to_json. Raises KeyError on a missing field, TypeError on an unknown one."""
         values = dict(data)
         values["shards"] = tuple(ShardRows(**s) for s in values["shards"])
+        values["row_groups"] = tuple(RowGroup(**g) for g in values["row_groups"])
         values["steps"] = tuple(StepStats(**s) for s in values["steps"])
         values["acceptance"] = tuple(
             AcceptanceSample(**{**a, "offered": tuple(a["offered"]), "accepted": tuple(a["accepted"])})

@@ -28,9 +28,11 @@ from specbatch.control.records import (
     Decision,
     ShardRows,
 )
+from specbatch.control.row_groups import RowTally
 from specbatch.control.simulate import SimStep, Workload, runs
 
 MAX_K = 16
+FED_GAP = 2  # tokens the first draft pass of a step can feed
 
 
 class PlainRows:
@@ -70,6 +72,8 @@ class PlainRows:
         self.default = (METHOD_NONE, 0)
         self.modes: dict[int, tuple[int, int]] = {}
         self.shadow_k = 0
+        self.tally = RowTally(count)
+        self.gone: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # finished since the last observation
         self.counts: dict[tuple[int, int], list[Any]] = {}
         self.finished = [0, 0, 0]
         self.preempted = self.dropped = 0
@@ -116,6 +120,9 @@ class PlainRows:
             "preempted": self.preempted,
             "draft_dropped": self.dropped,
         }
+        values["row_groups"] = self.tally.groups(rows, finished=False) + self.tally.groups(self.gone, finished=True)
+        self.tally.reset(self.gone)
+        self.gone = np.zeros(0, dtype=np.int64)
         self.finished, self.preempted, self.dropped = [0, 0, 0], 0, 0
         return values
 
@@ -221,29 +228,33 @@ class PlainRows:
         """Give rows that should draft a table and fill the gap in their draft KV, as far as pages and budget go."""
         rows = self.running
         length = self.work.prompt[rows] + self.produced[rows]
-        behind = self._drafting() & (self.draft_seen[rows] < 0)
+        seen = np.maximum(self.draft_seen[rows], 0)
+        behind = self._drafting() & (length - seen > FED_GAP)
         if self._step_method() != METHOD_DRAFT or not behind.any():
             return None
         target, draft = self._pages_in_use()
         free = self.pages - target - draft - max(-(-len(rows) // 8), self.pages // 100, 1)
-        pages = self._blocks(np.ceil(length * self.ratio).astype(np.int64)) if self.ratio and not self.static else 0
         chosen: list[int] = []
         tokens = 0
-        need = np.broadcast_to(np.asarray(pages), rows.shape)
+        need = self._blocks(np.ceil(length * self.ratio).astype(np.int64))
+        need -= self._blocks(np.ceil(seen * self.ratio).astype(np.int64))
+        if self.static:
+            need[:] = 0
         for i in np.flatnonzero(behind):
             if need[i] > free:
                 self._back_off(rows[[i]])
                 continue
-            if chosen and tokens + length[i] > self.token_budget:
+            gap = int(length[i] - seen[i])
+            if chosen and tokens + gap > self.token_budget:
                 break
             free -= int(need[i])
-            tokens += int(length[i])
+            tokens += gap
             chosen.append(int(i))
         if not chosen:
             return None
         picked = rows[chosen]
         self.draft_seen[picked] = self.work.prompt[picked] + self.produced[picked]
-        return SimStep(STEP_DRAFT_PREFILL, METHOD_DRAFT, rows=len(chosen), tokens=tokens, context=tokens // 2)
+        return SimStep(STEP_DRAFT_PREFILL, METHOD_DRAFT, 0, len(chosen), tokens, int(length[chosen].sum()))
 
     def _back_off(self, rows: NDArray[np.int64]) -> None:
         """Rows that found no page do not draft for a while, longer each time."""
@@ -287,7 +298,8 @@ class PlainRows:
                 continue
             method_of[mine] = method
             if method == METHOD_DRAFT:
-                usable = mine & (self.draft_seen[rows] >= 0)
+                caught_up = work.prompt[rows] + at - self.draft_seen[rows] <= FED_GAP
+                usable = mine & caught_up & (self.resume_at[rows] <= self.decode_steps)
                 drafts[usable] = np.minimum(k, left[usable] - 1)
                 hits[usable] = self.draft_runs[rows[usable], at[usable]]
             elif method == METHOD_NGRAM:
@@ -311,13 +323,16 @@ class PlainRows:
             draft_context=int(context[drafting].sum()),
             draft_passes=[int(((drafts > j) & drafting).sum()) for j in range(most) if drafting.any()],
         )
+        asked = (drafts > 0) | (method_of == METHOD_NGRAM)
+        self.tally.add(rows[asked], drafts[asked], accepted[asked])
         self._count(shards, method_of, drafts, np.minimum(accepted, committed), committed)
         self._shadow(rows, shards, at, committed)
         self.produced[rows] += committed
-        self.draft_seen[rows] = np.where(self.draft_seen[rows] >= 0, context + committed, -1)
+        self.draft_seen[rows[drafting]] = (context + committed)[drafting]
         ended = self.produced[rows] >= work.output[rows]
         if ended.any():
             gone = rows[ended]
+            self.gone = np.concatenate([self.gone, gone])
             self.finished[0] += len(gone)
             self.finished[1] += int(work.prompt[gone].sum())
             self.finished[2] += int(work.output[gone].sum())

@@ -14,6 +14,7 @@ from specbatch.control.acceptance import Acceptance, AcceptanceBook
 from specbatch.control.correction import Arm, CostCorrection, Parts
 from specbatch.control.cost_model import StepCost
 from specbatch.control.records import METHOD_DRAFT, METHOD_NONE, Observation
+from specbatch.control.row_groups import RowMix
 
 AR: Arm = (METHOD_NONE, 0)
 CATCH_UP_CHUNK = 512  # draft tokens a pass when a gap is filled, for its price
@@ -35,6 +36,12 @@ class Situation:
     remaining: float  # output tokens a running row is expected to have left
     pages: float
     pages_per_row: float  # target pages a row takes when the batch is in its stride
+
+    @property
+    def future_share(self) -> float:
+        """Share of the known work that is in rows still waiting."""
+        come = self.waiting * self.output
+        return come / max(come + self.running * self.remaining, 1.0)
 
     def rows(self, draft_share: float, draft_kv_ratio: float) -> float:
         """Rows that could run at once if a share of them kept draft KV too."""
@@ -128,7 +135,9 @@ class Scorer:
     correction: CostCorrection
     draft_kv_ratio: float
     draft_prefill: float  # seconds a token of filling the draft's KV
+    mix: Mapping[int, RowMix]  # kinds of rows, by method
     coverage: float  # share of the rows in draft mode that have room for a draft table
+    reference_k: int  # k of the counts made over produced tokens
     now: Situation
     in_force: Mapping[int, Arm]
     _seen: dict[tuple[int, Arm], tuple[float, float, Acceptance]] = field(default_factory=dict)
@@ -197,6 +206,12 @@ class Scorer:
             else:
                 estimate = self.book.estimate(shard, method, k)
                 raw, sd = estimate.tokens(), estimate.tokens_sd()
+                if method in self.mix:
+                    live = self.in_force.get(shard, AR)
+                    correction = self.mix[method].correction(
+                        k, self.reference_k, live[0] == method, self.now.future_share
+                    )
+                    raw = max(raw * correction, 1.0)
                 if method == METHOD_DRAFT:  # counted over rows that drafted; some have no pages to
                     raw, sd = 1.0 + self.coverage * (raw - 1.0), sd * self.coverage
                 # a row's last round runs past its end by half a round on average

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from specbatch.control.simulate import Workload
 
 Accept = NDArray[np.float64]
+Process = Callable[[NDArray[np.float64], NDArray[np.float64]], Accept]
 
 
 def markov_hits(rng: np.random.Generator, accept: Accept, persistence: float) -> NDArray[np.bool_]:
@@ -29,7 +30,7 @@ def markov_hits(rng: np.random.Generator, accept: Accept, persistence: float) ->
 def workload(
     rows: int,
     *,
-    accept: Callable[[NDArray[np.float64], NDArray[np.float64]], Accept],
+    accept: Process,
     prompt: int = 512,
     output: int = 256,
     shards: int = 1,
@@ -66,12 +67,12 @@ def workload(
     )
 
 
-def constant(p: float) -> Callable[[NDArray[np.float64], NDArray[np.float64]], Accept]:
+def constant(p: float) -> Process:
     """The same acceptance everywhere."""
     return lambda where, position: np.full(where.shape, p)
 
 
-def bimodal(low: float, high: float, share: float = 0.5) -> Callable[[NDArray[np.float64], NDArray[np.float64]], Accept]:
+def bimodal(low: float, high: float, share: float = 0.5) -> Process:
     """A share of the rows, spread over the input, is easy; the rest is hard."""
 
     def accept(where: NDArray[np.float64], position: NDArray[np.float64]) -> Accept:
@@ -81,7 +82,7 @@ def bimodal(low: float, high: float, share: float = 0.5) -> Callable[[NDArray[np
     return accept
 
 
-def drifting(*levels: float) -> Callable[[NDArray[np.float64], NDArray[np.float64]], Accept]:
+def drifting(*levels: float) -> Process:
     """Acceptance goes through `levels` from the first row to the last, in equal stretches."""
 
     def accept(where: NDArray[np.float64], position: NDArray[np.float64]) -> Accept:

@@ -1,0 +1,167 @@
+"""Rows differ: how much a round brings each, and what that means for the batch in the long run.
+
+Owns the per-row tally the engine keeps and the correction it allows. Knows nothing of scores.
+
+What is counted in a step weighs rows equally, but a batch job is done when its rows are. Rows that accept much leave
+early and rows that accept little stay, so the batch of a speculating run drifts towards the latter, and a large k that
+looks good on the fresh mix is paid by those who gain nothing from it. A row needs L / E steps, hence in the long run
+rows progress at the harmonic mean of their E, not at the mean that is seen at the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.control.records import RowGroup
+
+EDGES = (0.15, 0.4, 0.8, 1.5)  # accepted drafts a round that separate the groups
+LEAST_DRAFTED = 8
+LEAST_ROWS = 6.0
+FINISHED_MEMORY = 4.0  # rows finished are remembered for this many batches
+
+
+class RowTally:
+    """Rounds, drafts and accepted drafts of each row, by handle. Adding a step's result takes a few microseconds."""
+
+    def __init__(self, size: int = 64) -> None:
+        self._counts: NDArray[np.int64] = np.zeros((3, size), dtype=np.int64)
+
+    def add(self, handles: NDArray[np.integer], drafted: NDArray[np.integer], accepted: NDArray[np.integer]) -> None:
+        """[n] rows for which a proposal was asked for in a step (each once), drafts verified and accepted."""
+        if not len(handles):
+            return
+        missing = int(handles.max()) + 1 - self._counts.shape[1]
+        if missing > 0:
+            more = np.zeros((3, missing + self._counts.shape[1]), dtype=np.int64)
+            self._counts = np.concatenate([self._counts, more], axis=1)
+        self._counts[0, handles] += 1
+        self._counts[1, handles] += drafted
+        self._counts[2, handles] += accepted
+
+    def groups(self, handles: NDArray[np.integer], *, finished: bool) -> tuple[RowGroup, ...]:
+        """Rows [n] that drafted at least LEAST_DRAFTED tokens, by accepted drafts a round; empty groups left out."""
+        handles = handles[handles < self._counts.shape[1]]
+        rounds, drafted, accepted = self._counts[:, handles]
+        some = drafted >= LEAST_DRAFTED
+        if not some.any():
+            return ()
+        rounds, drafted, accepted = rounds[some], drafted[some], accepted[some]
+        group = np.searchsorted(EDGES, accepted / rounds, side="right")
+        sums = [np.bincount(group, weights=v, minlength=len(EDGES) + 1) for v in (None, rounds, drafted, accepted)]
+        return tuple(
+            RowGroup(finished, *(int(s[g]) for s in sums)) for g in range(len(EDGES) + 1) if sums[0][g]
+        )
+
+    def reset(self, handles: NDArray[np.integer]) -> None:
+        """Handles that are free again."""
+        self._counts[:, handles[handles < self._counts.shape[1]]] = 0
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One group: rows, rounds and what they brought."""
+
+    rows: float = 0.0
+    rounds: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, group: RowGroup) -> None:
+        self.rows += group.rows
+        self.rounds += group.rounds
+        self.drafted += group.drafted
+        self.accepted += group.accepted
+
+
+class RowMix:
+    """Kinds of rows among those running and among all that came so far."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[float, float]] = []  # (rows, accepted a round), sampling noise taken out
+        self._all: list[tuple[float, float]] = []
+        self._finished = [_Kind() for _ in range(len(EDGES) + 1)]
+        self._k = 1.0  # mean drafts a round behind the counts
+
+    def add(self, groups: Sequence[RowGroup], running: int) -> None:
+        """One observation's groups. Finished rows are remembered for a few batches, running rows for now."""
+        done = sum(g.rows for g in groups if g.finished)
+        if done:
+            keep = 0.5 ** (done / max(FINISHED_MEMORY * running, 64.0))
+            for kind in self._finished:
+                kind.rows, kind.rounds = kind.rows * keep, kind.rounds * keep
+                kind.drafted, kind.accepted = kind.drafted * keep, kind.accepted * keep
+        now = [_Kind() for _ in self._finished]
+        for group in groups:
+            at = int(np.searchsorted(EDGES, group.accepted / max(group.rounds, 1), side="right"))
+            (self._finished if group.finished else now)[at].add(group)
+        everyone = [_Kind() for _ in now]
+        for total, live, gone in zip(everyone, now, self._finished, strict=True):
+            for part in (live, gone):
+                total.rows += part.rows
+                total.rounds += part.rounds
+                total.drafted += part.drafted
+                total.accepted += part.accepted
+        rounds = sum(kind.rounds for kind in everyone)
+        if rounds:
+            self._k = max(sum(kind.drafted for kind in everyone) / rounds, 0.1)
+        self._running = _without_noise(now)
+        self._all = _without_noise(everyone)
+
+    def correction(self, k: int, reference: int, drafting: bool, future: float) -> float:
+        """What to multiply an E_k by that was worked out from counts under k = `reference`.
+
+        drafting: those counts come from the running rows as they are; otherwise every row brought in as many rounds as
+        it needs (counts over produced tokens). future: share of the work that is in rows still to come.
+        """
+        if k < 1 or not self._all:
+            return 1.0
+        everyone = [(rows, self._speed(gain, k)) for rows, gain in self._all]
+        if drafting and self._running:
+            seen = [(rows, self._speed(gain, k)) for rows, gain in self._running]
+        else:
+            seen = [
+                (rows / self._speed(gain, reference), speed)
+                for (rows, gain), (_, speed) in zip(self._all, everyone, strict=True)
+            ]
+        here = [(rows, self._speed(gain, k)) for rows, gain in self._running] or everyone
+        steps = (1.0 - future) * _mean([(r, 1.0 / s) for r, s in here])
+        steps += future * _mean([(r, 1.0 / s) for r, s in everyone])
+        return 1.0 / (steps * _mean(seen))
+
+    def _speed(self, gain: float, k: int) -> float:
+        """E_k of a row that accepts `gain` drafts a round at the k it was seen with: a geometric row."""
+        alpha = _alpha(gain, self._k)
+        return k + 1.0 if alpha >= 1.0 else (1.0 - alpha ** (k + 1)) / (1.0 - alpha)
+
+
+def _mean(pairs: list[tuple[float, float]]) -> float:
+    return sum(w * v for w, v in pairs) / sum(w for w, _ in pairs)
+
+
+def _alpha(gain: float, k: float) -> float:
+    """alpha with alpha + ... + alpha^k = gain, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(24):
+        alpha = (low + high) / 2
+        total = alpha * (1.0 - alpha**k) / (1.0 - alpha) if alpha < 1.0 else k
+        low, high = (alpha, high) if total < gain else (low, alpha)
+    return (low + high) / 2
+
+
+def _without_noise(kinds: list[_Kind]) -> list[tuple[float, float]]:
+    """(rows, gain) of each kind, pulled together by as much as luck alone would have spread equal rows."""
+    some = [k for k in kinds if k.rows > 0 and k.rounds > 0]
+    rows = sum(k.rows for k in some)
+    if rows < LEAST_ROWS:
+        return []
+    gains = [k.accepted / k.rounds for k in some]
+    mean = sum(k.rows * g for k, g in zip(some, gains, strict=True)) / rows
+    spread = sum(k.rows * (g - mean) ** 2 for k, g in zip(some, gains, strict=True)) / rows
+    luck = sum(k.rows * mean * (1.0 + mean) / (k.rounds / k.rows) for k in some) / rows
+    real = max(spread - luck, 0.0) / spread if spread > 0 else 0.0
+    shrink = real**0.5
+    return [(k.rows, max(mean + shrink * (g - mean), 0.0)) for k, g in zip(some, gains, strict=True)]
