@@ -4,7 +4,7 @@ Knows nothing of tokens or models. `make_row(split, seed, i)` depends on its arg
 again at any time and in any order. Training and held-out rows share no name, city, order id,
 product phrase or phrasing.
 
-The answer is one `key: value` line a field, in this order, and only the fields that the message states:
+The answer is one `key: value` line a field, always in this order; what the message does not state is `none`:
 intent, priority (low, normal, high), order, item (one line an item: quantity and product in the singular),
 date (MM-DD), city, name.
 """
@@ -17,7 +17,7 @@ from random import Random
 from typing import Final
 
 import phrases
-from vocabulary import MONTHS, NUMBER_WORDS, Split, city, cut, name, order_id, product
+from vocabulary import MONTHS, NUMBER_WORDS, Split, city, in_split, name, order_id, product
 
 _CHOICE: Final = re.compile(r"\{([^{}]*)\}")
 _VALUE: Final = re.compile(r"<(\w+)>")
@@ -47,12 +47,13 @@ class _Fields:
 
     def render(self, lower: bool) -> str:
         """The answer's text; values are copied as the message writes them."""
-        lines = [f"intent: {self.intent}", f"priority: {self.priority}"]
-        copied = [("order", self.order), *(("item", f"{n} {what}") for n, what in self.items)]
+        items = [f"{quantity} {what}" for quantity, what in self.items] or [None]
+        copied = [("order", self.order), *(("item", item) for item in items)]
         copied += [("date", self.date), ("city", self.city), ("name", self.name)]
+        lines = [f"intent: {self.intent}", f"priority: {self.priority}"]
         for key, value in copied:
-            if value is not None:
-                lines.append(f"{key}: {value.lower() if lower else value}")
+            text = "none" if value is None else value
+            lines.append(f"{key}: {text.lower() if lower else text}")
         return "\n".join(lines)
 
 
@@ -86,12 +87,18 @@ class _Writer:
         return Row(text.lower() if lower else text, fields.render(lower))
 
     def _say(self, options: list[str]) -> str:
-        return self._fill(self.rng.choice(cut(options, self.split)))
+        return self._fill(self._word(options))
+
+    def _word(self, options: list[str]) -> str:
+        """A sentence of the split, its choices made, its values still open."""
+        while True:
+            text = self.rng.choice(options)
+            while (found := _CHOICE.search(text)) is not None:
+                text = text[: found.start()] + self.rng.choice(found.group(1).split("|")) + text[found.end() :]
+            if in_split(text, self.split, one_in=4):
+                return re.sub(r"  +", " ", text)
 
     def _fill(self, text: str) -> str:
-        while (found := _CHOICE.search(text)) is not None:
-            text = text[: found.start()] + self.rng.choice(found.group(1).split("|")) + text[found.end() :]
-        text = re.sub(r"  +", " ", text)
         return _VALUE.sub(lambda m: f"{_OPEN}{self._value(m.group(1))}{_CLOSE}", text)
 
     def _value(self, key: str) -> str:
@@ -109,9 +116,9 @@ class _Writer:
     def _intent(self, fields: _Fields) -> str:
         rng = self.rng
         fields.order = None if fields.intent == "order" else order_id(rng, self.split)
-        options = cut(phrases.INTENTS[fields.intent], self.split)
+        options = phrases.INTENTS[fields.intent]
         with_items = [text for text in options if "<items>" in text]
-        sentence = rng.choice(with_items if with_items and rng.random() < 0.5 else options)
+        sentence = self._word(with_items if with_items and rng.random() < 0.5 else options)
         if "<items>" in sentence:
             most = 6 if fields.intent == "order" else 3
             texts = []
@@ -196,14 +203,14 @@ class _Writer:
         return f"{body} {self._say(phrases.CLOSERS)}" if rng.random() < 0.4 else body
 
     def _misspell(self, text: str) -> str:
-        """In a third of the messages, one word in ten loses, doubles or swaps a letter (values never do)."""
+        """In a quarter of the messages, one word in twelve loses, doubles or swaps a letter (values never do)."""
         rng = self.rng
-        if rng.random() >= 0.33:
+        if rng.random() >= 0.25:
             return text
 
         def change(found: re.Match[str]) -> str:
             word = found.group(0)
-            if word[0] == _OPEN or rng.random() >= 0.1:
+            if word[0] == _OPEN or rng.random() >= 0.08:
                 return word
             i = rng.randrange(1, len(word) - 1)
             return rng.choice([word[:i] + word[i + 1 :], word[:i] + word[i] + word[i:],

@@ -1,7 +1,8 @@
 """The phrasings the built-in model's messages are made of, by purpose.
 
-`{a|b|}` is a choice, `<items>`, `<id>`, `<date>`, `<city>`, `<name>` a value. `vocabulary.cut` holds every fifth
-phrasing of a list out of training, so held-out rows are worded in sentences no training row contains.
+`{a|b|}` is a choice, `<items>`, `<id>`, `<date>`, `<city>`, `<name>` a value. Once the choices are made, the sentence
+belongs to training or (one in four) is held out, see `vocabulary.in_split`: held-out rows are worded in sentences that
+no training row contains, though some differ by a word only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ INTENTS: Final[dict[str, list[str]]] = {
         "{Do|Would} you have <items>? {If so, send them|Then I will take them}.",
         "{I|We} {will|would} take <items>.",
         "{I|We} would like to {get|have} <items>.",
+        "{I'm|I am} ordering <items> today.",
+        "This is an order for <items>.",
+        "We are placing this order: <items>.",
+        "{I'd|We'd} love to have <items>.",
     ],
     "track": [
         "Where is {my|our} order <id>?",
@@ -49,6 +54,9 @@ INTENTS: Final[dict[str, list[str]]] = {
         "{The|My} {parcel|package} <id> is {late|still not here}.",
         "Could you track {my|our} {package|parcel} <id>{, please|}?",
         "Is order <id> on {its|the} way?",
+        "{I|We} have heard nothing from you about order <id>.",
+        "{I|We} wait for <items>, order <id>.",
+        "How far is {my|the} {parcel|order} <id>?",
     ],
     "cancel": [
         "{Please|Pls} cancel {my|our|the} order <id>.",
@@ -66,6 +74,10 @@ INTENTS: Final[dict[str, list[str]]] = {
         "{We|I} need to cancel {order|number} <id>.",
         "Order <id> {can|should} be cancelled{, thanks|}.",
         "{Please|Kindly} cancel <items>, order {number|no.} <id>.",
+        "{Kindly|Please} stop and cancel order number <id>.",
+        "Cancel it for me: order no. <id>.",
+        "{I|We} no longer want order <id>, cancel it.",
+        "Kindly cancel number <id> for {me|us}.",
     ],
     "return": [
         "{I|We} want to return <items> from order <id>.",
@@ -83,6 +95,10 @@ INTENTS: Final[dict[str, list[str]]] = {
         "A return label for order <id>{, please|}.",
         "{I|We} need to send back order <id>.",
         "{I|We} need a return label for <items>, {order|number} <id>.",
+        "{I|We} want to send back order number <id>.",
+        "{Can|Could} you take back <items>? Order <id>.",
+        "A return, please: <items>, number <id>.",
+        "How can {I|we} send back {order|number} <id>?",
     ],
     "refund": [
         "{I|We} want a refund for order <id>.",
@@ -100,6 +116,10 @@ INTENTS: Final[dict[str, list[str]]] = {
         "I want my money back for <items>, order <id>.",
         "Still no refund for order <id>.",
         "{Please|Kindly} refund order <id>.",
+        "Could you {please |}refund order <id>?",
+        "Can you refund {me|us} for <items>, order <id>?",
+        "Kindly send the refund for number <id>.",
+        "{I|We} ask for a refund of <id>.",
     ],
     "damaged": [
         "From my order <items> {arrived|came} broken, order <id>.",
@@ -117,6 +137,10 @@ INTENTS: Final[dict[str, list[str]]] = {
         "<items> from order <id> {does not|doesn't} work, it is broken.",
         "{My|The} delivery <id> is {scratched|cracked}.",
         "{I|We} got order <id> and it is damaged.",
+        "{I|We} received <items> broken. It is order <id>.",
+        "Our {parcel|package} <id> has a broken part.",
+        "Our order <id> was damaged.",
+        "Received order <id>, but it is cracked.",
     ],
     "invoice": [
         "{Please|Pls} send {me|us} the invoice for order <id>.",
@@ -131,6 +155,8 @@ INTENTS: Final[dict[str, list[str]]] = {
         "{I|We} need the receipt for {order|number} <id>.",
         "{Could|Can} you {mail|send} {me|us} the bill for order <id>?",
         "Where is the invoice for order <id>?",
+        "{I|We} want an invoice for number <id>.",
+        "A {receipt|bill} for order <id>, please.",
     ],
     "address": [
         "{Please|Pls} change the address of order <id>.",
@@ -144,12 +170,16 @@ INTENTS: Final[dict[str, list[str]]] = {
         "{I|We} gave you the {wrong|old} address for order <id>.",
         "Order <id> has the wrong address.",
         "Please send order <id> to {our|my} new address.",
+        "Number <id> has an old address, please change it.",
+        "My order <id> has the old address.",
+        "The parcel <id> has to go to another address.",
     ],
 }  # fmt: skip
 
 GREETINGS: Final = [
     "Hi,", "Hello,", "Hi there,", "Dear team,", "Hello there,", "Hey,", "Good morning,", "Good evening,", "Hi team,",
     "Good afternoon,", "Dear shop,", "Hello team,", "Greetings,", "Hey there,", "Dear all,",
+    "Good afternoon team,", "Dear all of you,", "Hi all,", "Hello, good afternoon,",
 ]  # fmt: skip
 
 # Where the customer says who they are: at the start, or as a signature.
@@ -157,11 +187,13 @@ INTRODUCTIONS: Final = [
     "{my name is|my name's} <name>.", "this is <name>.", "{I'm|I am} <name>.", "<name> here.", "it's <name>.",
     "<name> {writing|speaking} here.", "you have an order from <name>.", "here is <name>.", "I am called <name>.",
     "<name> is my name.",
+    "it's me, <name>.", "it's <name> again.", "hello from <name>.", "my name: <name>.",
 ]  # fmt: skip
 SIGNATURES: Final = [
     "Thanks, <name>", "Best, <name>", "Regards, <name>", "Thank you, <name>", "Many thanks, <name>", "Cheers, <name>",
     "- <name>", "Kind regards, <name>", "Yours, <name>", "Best regards, <name>", "Best wishes, <name>", "<name>",
     "Bye, <name>", "Greetings, <name>", "Thanks a lot, <name>",
+    "Thanks a lot, yours, <name>", "Many greetings, <name>", "A big thank you, <name>", "Thanks so much, <name>",
 ]  # fmt: skip
 
 DATES_AHEAD: Final = [
@@ -171,6 +203,8 @@ DATES_AHEAD: Final = [
     "Delivery {on|by} <date> {would be|is} {best|fine}.", "{Please|Kindly} deliver before <date>.",
     "{We|I} will be at home on <date>.", "By <date>, please.", "<date> {works|is good} for {me|us}.",
     "Best day is <date>.", "{I|We} must have it by <date>.",
+    "{I|We} have to get it by <date>.", "Kindly send it before <date>.", "It has to be here on <date>.",
+    "{I|We} have a party on <date>.",
 ]  # fmt: skip
 DATES_PAST: Final = [
     "{I|We} ordered {it|this|} on <date>.", "{I|We} paid on <date>.", "It was {ordered|bought} on <date>.",
@@ -182,10 +216,12 @@ DATES_PAST: Final = [
 
 CITY_LINES: Final = [
     "{Ship|Send} it to <city>.", "Deliver to <city>{, please|}.", "{I|We} live in <city>.",
-    "{We|I} {are|was} in <city>.", "Please deliver to <city>.", "The address is in <city>.",
+    "{We are|I am} in <city>.", "Please deliver to <city>.", "The address is in <city>.",
     "{It|This} goes to <city>.", "My place is in <city>.", "The parcel goes to <city>.",
-    "{I|We} {live|stay} {near|in} <city>.", "Our {shop|office} is in <city>.", "Delivery to <city>.",
+    "{I|We} stay {near|in} <city>.", "Our {shop|office} is in <city>.", "Delivery to <city>.",
     "{My|Our} city is <city>.", "I am based in <city>.", "{Our|My} address is in <city>.",
+    "Please ship it to <city>, where {I|we} stay.", "{My|Our} house is near <city>.",
+    "It is for our office near <city>.", "{I|We} have a place near <city>.",
 ]  # fmt: skip
 NEW_CITY_LINES: Final = [
     "The new address is in <city>{, not in <other_city>|}.", "{Ship|Send} it to <city>{ instead of <other_city>|}.",
@@ -193,6 +229,8 @@ NEW_CITY_LINES: Final = [
     "It should go to <city>{, not to <other_city>|}.", "New city: <city>.", "{I|We} live in <city> now.",
     "Please deliver to <city>{ instead of <other_city>|}.", "It must go to <city>{, not to <other_city>|}.",
     "The new city is <city>.",
+    "Now it should be sent to <city>.", "It should be <city>{, not <other_city>|}.",
+    "{My|Our} new home is in <city>.",
 ]  # fmt: skip
 
 HIGH: Final = [
@@ -201,12 +239,14 @@ HIGH: Final = [
     "{I|We} can't wait {any |}longer.", "Please answer {at once|today}.", "Please be quick, it is urgent.",
     "{I|We} need help right now.", "ASAP{ please|}!", "{This|It} cannot wait.", "Please do {this|it} immediately.",
     "{I|We} need an answer as soon as possible.",
+    "Quick, please!", "Please be fast.", "{I|We} need a quick answer.", "Be quick{, please|}!",
 ]  # fmt: skip
 LOW: Final = [
     "No rush{ at all|}.", "No hurry{ at all|}.", "Whenever you {have|find} time.", "Take your time.",
     "There is no rush.", "{This|It} is not urgent.", "There is no hurry{ with this|}.", "It can wait.", "No stress.",
     "{This|It} is not urgent at all.", "{I|We} can wait.", "Next week is {fine|soon enough}.", "Not urgent.",
     "Any time {is fine|will do}.", "Just take your time.",
+    "Just do it when you can.", "{I|We} just wait.", "It is just a small thing, no rush.", "No need to hurry.",
 ]  # fmt: skip
 
 # Things a reader has to ignore.
@@ -219,8 +259,11 @@ DISTRACTORS: Final = [
     "My old order was <other_id>.", "My {friend|boss} <other_name> loves your shop.",
     "<other_name> from your team was very kind.", "We have <n> cats.", "I once lived in <other_city>.",
     "My cat is <n> years old.", "The old order <other_id> was fine.",
+    "It cost <n> dollars.", "My boss likes your shop.", "{I|We} spent <n> dollars here last year.",
+    "Your colleague <other_name> was kind.",
 ]  # fmt: skip
 CLOSERS: Final = [
     "Thanks!", "Thank you.", "Thanks in advance.", "Cheers.", "Thank you!", "Have a nice day.", "Bye.",
     "Many thanks.", "Please let me know.", "Thanks a lot.",
+    "A lot of thanks.", "Thanks a lot for your help.",
 ]  # fmt: skip

@@ -3,8 +3,8 @@
     python examples/builtin/train.py {target,draft} OUT --work DIR [--steps N] [--layers N] [--grow-from FILE]
 
 OUT is a folder that holds tokenizer.json already (train_tokenizer.py); the checkpoint is written there. The state of a
-run is kept in DIR/<which>.pt, and the same command continues it. The loss counts the answer's tokens only. README.md in
-this folder has the commands that made the shipped pair.
+run is kept in DIR/<which>.pt, and the same command continues it. Under torchrun the processes share each batch. The
+loss counts the answer's tokens only. README.md in this folder has the commands that made the shipped pair.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -111,6 +112,15 @@ def optimizers(model: LlamaForCausalLM, lr: float) -> list[tuple[torch.optim.Opt
     return [(Muon(matrices, lr=lr), lr), (adam, lr / 4)]
 
 
+def average(model: LlamaForCausalLM, world: int) -> None:
+    """Replace every gradient by its mean over the processes."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    torch.distributed.all_reduce(flat)
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient) / world)
+
+
 def save(model: LlamaForCausalLM, folder: Path, pad: int, end: int) -> None:
     """A Hugging Face folder in bfloat16, beside the tokenizer files that are there already."""
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
@@ -121,6 +131,9 @@ def save(model: LlamaForCausalLM, folder: Path, pad: int, end: int) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
@@ -146,9 +159,11 @@ def train(args: argparse.Namespace) -> None:
     tokens, began, cpu = 0, time.perf_counter(), time.process_time()
     while step < args.steps:
         inputs, labels = next(data)
-        logits, wanted = answer_logits(model, inputs, labels)
+        logits, wanted = answer_logits(model, inputs[rank::world], labels[rank::world])
         loss = torch.nn.functional.cross_entropy(logits, wanted)
         loss.backward()
+        if world > 1:
+            average(model, world)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, peak in steppers:
             optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps, peak, args.warmup)
@@ -157,7 +172,7 @@ def train(args: argparse.Namespace) -> None:
         step += 1
         losses.append(loss.item())
         tokens += inputs.numel()
-        if step % REPORT_EVERY and step != args.steps:
+        if rank > 0 or (step % REPORT_EVERY and step != args.steps):
             continue
         passed = time.perf_counter() - began
         seconds += passed

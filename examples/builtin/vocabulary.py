@@ -74,9 +74,9 @@ def cut(values: list[str], split: Split) -> list[str]:
     return [value for i, value in enumerate(values) if (i % 5 == 4) == (split == "held_out")]
 
 
-def in_split(text: str, split: Split) -> bool:
-    """Membership by value: one in eight strings is held out, whatever list or formula made it."""
-    return (crc32(text.lower().encode()) % 8 == 0) == (split == "held_out")
+def in_split(text: str, split: Split, one_in: int = 8) -> bool:
+    """Membership by value: one in eight strings is held out, whatever list, sentence or formula made it."""
+    return (crc32(text.lower().encode()) % one_in == 0) == (split == "held_out")
 
 
 def _made_up(rng: Random) -> str:
