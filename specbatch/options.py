@@ -156,6 +156,7 @@ RUN_OPTIONS: Final[tuple[OptionSpec, ...]] = (
     _o("max-error-rate", RUNNING, "share", "job.max_error_rate", "The same, as a share: 1% or 0.01.", "SHARE"),
     _o("yes", RUNNING, "switch", "view.yes", "Do not ask before discarding anything.", short="-y"),
 
+    _o("show", DISPLAY, "int", "view.show", "Print the first N finished rows at the end.", "N", "0"),
     _o("json", DISPLAY, "switch", "view.json", "The result as one JSON object, last line of stdout."),
     _o("progress", DISPLAY, "choice", "view.progress", "auto: bar on a terminal, else line.", "HOW", default="auto",
        choices=("auto", "bar", "line", "json", "none")),

@@ -88,6 +88,11 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
+    @property
+    def prefers_chat(self) -> bool:
+        """Whether a plain prompt should go through the template too, as one user message (`--chat auto`)."""
+        ...
+
 
 class BatchEngine(Protocol):
     """One device's engine as the job sees it. Not thread-safe: one thread drives it."""

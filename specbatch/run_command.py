@@ -67,6 +67,10 @@ def _run_job(settings: Settings, options: Any, ending: Ending) -> int:
         for note in settings.notes:
             events.warning("settings", note)
         result = run_job(options.job, target=target, make_engine=make_engine, events=events, handle_signals=True)
+    if options.view.show:
+        from specbatch.show import show_rows
+
+        show_rows(SafeStream(sys.stderr), options.job, options.view.show)
     return ending.finished(result, settings, show_shards=events.is_live)
 
 

@@ -22,9 +22,10 @@ from specbatch.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ViewOptions:
-    """What people and other programs see of a run; no effect on its result."""
+    """What people and other programs see of a run; no effect on its result. Raises UsageError for show below 0."""
 
     json: bool = False
+    show: int = 0
     progress: Literal["auto", "bar", "line", "json", "none"] = "auto"
     log_format: Literal["text", "json"] = "text"
     log_interval: float = 60.0
@@ -33,6 +34,10 @@ class ViewOptions:
     print_config: bool = False
     dry_run: bool = False
     yes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.show < 0:
+            raise UsageError(f"show must be at least 0, got {self.show}")
 
 
 @dataclass(frozen=True, slots=True)

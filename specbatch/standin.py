@@ -81,6 +81,7 @@ class StandInTokenizer:
     """Bytes of the UTF-8 text as token ids."""
 
     has_chat_template = True
+    prefers_chat = False
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Ids as values and offsets [n + 1]."""

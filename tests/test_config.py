@@ -150,7 +150,7 @@ EVERY: dict[str, object] = {
     "max-num-seqs": "8", "max-num-batched-tokens": "99", "max-model-len": "77", "kv-memory": "25%", "block-size": "8",
     "prefix-cache": False, "cuda-graphs": "off", "tokenizer-threads": "3", "read-ahead-rows": "11", "restart": True,
     "reuse": ["x", "y"], "deduplicate": False, "max-duration": "1h", "grace": "5s", "stall-timeout": "1m",
-    "wait-lock": "2s", "max-errors": "4", "max-error-rate": "0.5", "yes": True, "json": True, "progress": "line",
+    "wait-lock": "2s", "max-errors": "4", "max-error-rate": "0.5", "yes": True, "show": "2", "json": True, "progress": "line",
     "log-interval": "9s", "log-format": "text", "metrics-file": "m.prom", "dry-run": True,
 }  # fmt: skip
 # Options that contradict one of the above; tested with the others in test_a_options.py.

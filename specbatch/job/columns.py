@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -89,13 +89,19 @@ def is_messages(kind: Any) -> bool:
 
 
 def find_source(
-    schema: Any, options: JobOptions, is_jsonl: bool, has_chat_template: Callable[[], bool]
+    schema: Any,
+    options: JobOptions,
+    is_jsonl: bool,
+    has_chat_template: Callable[[], bool],
+    prefers_chat: Callable[[], bool],
 ) -> PromptSource:
-    """Decide where prompts come from. `has_chat_template` is asked only when it matters."""
+    """Decide where prompts come from. `has_chat_template` and `prefers_chat` are asked only when it matters."""
     if is_jsonl:
         source = _openai(options)
     else:
         source = _from_options(schema, options) or _detect(schema, options, has_chat_template)
+    if options.chat == "auto" and source.kind in ("text", "template") and prefers_chat():
+        source = replace(source, chat=True)
     if source.params_column is not None:
         field = _field(schema, source.params_column, "--params-column")
         check_params_type(source.params_column, storage_type(field.type), is_text(field.type))

@@ -35,7 +35,7 @@ class JobOptions:
     prompt_column: str | None = None  # * any string-like column
     messages_column: str | None = None  # * list<struct<role, content, ...>> or a JSON string
     template: str | None = None  # * "Summarise: {body}": literal text and column names
-    chat: ChatMode = "auto"  # * auto: messages go through the chat template, prompts do not; on / off: force
+    chat: ChatMode = "auto"  # * auto: through the model's chat template if it has one; on / off: force
     system_prompt: str | None = None  # * put before the messages when the prompt goes through the chat template
     params_column: str | None = None  # * struct or JSON string: max_tokens, temperature, seed, stop ... of the row
 

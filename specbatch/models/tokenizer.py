@@ -90,6 +90,11 @@ class HFTokenizer:
         return self._template is not None
 
     @property
+    def prefers_chat(self) -> bool:
+        """A model that comes with a chat template was tuned for it."""
+        return self.has_chat_template
+
+    @property
     def chat_template(self) -> str | None:
         return self._template.source if self._template else None
 

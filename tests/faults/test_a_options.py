@@ -41,7 +41,7 @@ VALUES: dict[str, tuple[object, dict[str, object]]] = {
     "tokenizer-threads": ("3", {}), "read-ahead-rows": ("9", {}), "restart": (True, {}), "retry-failed": (True, {}),
     "reuse": (["r"], {}), "deduplicate": (False, {}), "max-duration": ("1h", {}), "grace": ("1s", {}),
     "stall-timeout": ("1s", {}), "wait-lock": ("1s", {}), "max-errors": ("1", {}), "max-error-rate": ("0.1", {}),
-    "yes": (True, {}), "json": (True, {}), "progress": ("line", {}), "log-interval": ("5s", {}),
+    "yes": (True, {}), "show": ("2", {}), "json": (True, {}), "progress": ("line", {}), "log-interval": ("5s", {}),
     "log-format": ("json", {}), "metrics-file": ("m.prom", {}), "print-config": (True, {}), "dry-run": (True, {}),
 }  # fmt: skip
 WITH_FILES = {"chat-template", "config"}

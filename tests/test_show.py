@@ -1,0 +1,31 @@
+"""`--show`: finished rows as text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specbatch.show import first_rows
+
+
+def test_rows_of_all_parts_in_order(tmp_path: Path) -> None:
+    for i in range(3):
+        pq.write_table(pa.table({"completion": [f"{i}a", f"{i}b"]}), tmp_path / f"part-{i:05d}.parquet")
+    assert [r["completion"] for r in first_rows(tmp_path, 5)] == ["0a", "0b", "1a", "1b", "2a"]
+    assert len(first_rows(tmp_path, 50)) == 6
+    assert first_rows(tmp_path / "nothing", 3) == []
+
+
+def test_show_prints_rows_to_stderr_and_nothing_to_stdout(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["first one", "second one"]}), tmp_path / "in.parquet")
+    command = [sys.executable, "-m", "specbatch", "run", "in.parquet", "--model", "stand-in", "--show", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "prompt: first one" in done.stderr
+    assert "completion: " in done.stderr
+    assert "second one" not in done.stderr
