@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specbatch.api import Completion, Engine
+    from specbatch.job_api import run
     from specbatch.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "SamplingParams", "__version__"]
+__all__ = ["Completion", "Engine", "SamplingParams", "__version__", "run"]
 
-_HOME = {"Engine": "specbatch.api", "Completion": "specbatch.api", "SamplingParams": "specbatch.sampling_params"}
+_HOME = {
+    "Engine": "specbatch.api",
+    "Completion": "specbatch.api",
+    "SamplingParams": "specbatch.sampling_params",
+    "run": "specbatch.job_api",
+}
 
 
 def __getattr__(name: str) -> Any:
