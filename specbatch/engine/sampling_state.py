@@ -37,7 +37,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 def row_seed(run_seed: int, request_id: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A 64-bit seed for each request: SplitMix64 (Steele et al., 2014), started at the mixed run seed, by request id."""
+    """A 64-bit seed for each request: SplitMix64 (Steele et al., 2014) started at the mixed run seed, by id."""
     run = _mix64(np.array([run_seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
     ids = np.ascontiguousarray(request_id, np.int64).view(np.uint64)
     return _mix64(run + ids).view(np.int64)
