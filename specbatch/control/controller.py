@@ -161,7 +161,9 @@ class Controller:
         self._evaluations += 1
         modes = {shard: state.arm for shard, state in self.states.items()}
         self.known.learn(observation, self._shadow_k, self._probe_k, self._probe_rows, modes)
-        now = situation(observation, self.known.lengths, self.options.block_size, self.options.max_num_seqs)
+        now = situation(
+            observation, self.known.gauges, self.known.lengths, self.options.block_size, self.options.max_num_seqs
+        )
         order = [line[0] for line in sorted(now.shards, key=lambda line: (-line[1], line[0]))]
         for shard in [s for s in self.states if s not in order]:
             del self.states[shard]
@@ -212,7 +214,7 @@ class Controller:
             else:
                 reason = f"{name(tried)} tried: {self._ratio(scores[tried], incumbent)} of {name(state.arm)}"
         elif best.arm != state.arm:
-            if state.wants(step, gain, limits):
+            if state.wants(step, best.arm, gain, limits):
                 state.switch(step, best.arm, limits)
                 reason = f"{self._words(best, scores)}"
             elif state.strong:
@@ -254,6 +256,8 @@ class Controller:
         for score in scores.values():
             if score.arm == state.arm or not state.may_probe(step, score.arm):
                 continue
+            if score.arm[0] == METHOD_DRAFT and known.coverage < 0.3:  # no page to draft with: nothing would be learned
+                continue
             gain, sd = scorer.gain(score, incumbent, trying=True)
             ways = 0.0  # filling the draft's KV, on the way there or on the way back
             if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
@@ -267,7 +271,7 @@ class Controller:
             return ""
         self.probe_spent += best_loss
         self._settled = False
-        patience = 32
+        patience = 4 * steps
         if best.arm[0] == METHOD_DRAFT:
             patience += math.ceil(rows * now.context / CATCH_UP_CHUNK)
         state.probe(step, best.arm, steps, known.arm_steps.get(best.arm, 0), patience)

@@ -22,7 +22,7 @@ from specbatch.control.records import (
     StepStats,
 )
 from specbatch.control.row_groups import RowMix
-from specbatch.control.scoring import OutputLengths, draft_prefill_seconds, step_parts
+from specbatch.control.scoring import Gauges, OutputLengths, draft_prefill_seconds, step_parts
 
 MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
 MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
@@ -50,6 +50,7 @@ class Learner:
         self.book = AcceptanceBook.from_json(prior) if prior else AcceptanceBook()
         self.correction = CostCorrection()
         self.lengths = OutputLengths()
+        self.gauges = Gauges()
         self.mix: dict[int, RowMix] = {}  # by method
         self.history: dict[int, ShardHistory] = {}
         self.seconds = 0.0  # of all steps
@@ -71,6 +72,7 @@ class Learner:
     ) -> None:
         """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of;
         probe_rows: rows the draft was asked to be run over."""
+        self.gauges.update(observation)
         self.lengths.add(observation.finished_rows, observation.finished_output_tokens)
         self.correction.advance()
         for stats in observation.steps:
