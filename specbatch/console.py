@@ -47,6 +47,15 @@ def make_console(stream: SafeStream) -> Console:
     )
 
 
+def print_page(stream: SafeStream, draw: Callable[[Console], None]) -> None:
+    """Everything `draw` prints, without the blanks that pad table rows."""
+    console = make_console(stream)
+    with console.capture() as captured:
+        draw(console)
+    for line in captured.get().splitlines():
+        stream.line(line.rstrip())
+
+
 class RunDisplay:
     """What is on the screen while a job runs; renders itself for whatever width there is."""
 

@@ -195,3 +195,9 @@ def _grid(lines: Iterable[tuple[str, Text]]) -> Table:
     for label, text in lines:
         grid.add_row(label, text)
     return grid
+
+
+def print_lines(console: Console, lines: Iterable[tuple[str, str, str]]) -> None:
+    """Labelled lines; the third says how one is to be taken: "good", "bad" or ""."""
+    styles = {"good": "green", "bad": "yellow"}
+    console.print(_grid((label, Text(words, style=styles.get(state, ""))) for label, words, state in lines))

@@ -82,6 +82,7 @@ class EngineDriver:
 
     def add(self, live: LiveShard, batch: RequestBatch, slots: NDArray[np.int64]) -> None:
         flight = Flight(live, batch, slots)
+        live.began = live.began or self._clock()
         try:
             self.engine.add(batch)
         except OutOfMemory as error:
@@ -93,6 +94,11 @@ class EngineDriver:
             self._in_flights += len(slots)
             if self._in_flights > 4 * self.engine.num_unfinished + 8 * MIN_WINDOW:
                 self._prune()
+
+    def _clock(self) -> tuple[float, int]:
+        """The engine's busy seconds and the tokens it made in them."""
+        progress = self.engine.progress
+        return progress.busy_seconds, progress.completion_tokens
 
     # -- steps
 
@@ -147,6 +153,7 @@ class EngineDriver:
             slots = rows * live.n + (part.request_id & (1 << SAMPLE_BITS) - 1)
             mode = modes.get(live.shard.index, "ar").split(" ")[0]
             live.record(from_finished(live.spool.schema, part, slots, mode))
+            live.ended = self._clock()
         self.computed += len(finished)
 
     # -- when it throws
