@@ -106,13 +106,15 @@ def situation(
     running = float(o.running)
     waiting = float(o.waiting)
     shards: list[tuple[int, float, float]] = [(s.shard, float(s.running), float(s.waiting)) for s in o.shards]
-    if not o.running:  # nothing runs yet: the first rows of the queue, shard by shard
-        start = min(waiting, cap) or 1.0
-        queued = sum(s[2] for s in shards) or 1.0
-        running, waiting = start, max(waiting - start, 0.0)
-        shards = [(s, w * start / queued, w * (1.0 - start / queued)) for s, _, w in shards]
-    elif (seen := sum(s[1] for s in shards)) and seen != running:  # counted at another moment of the step
+    seen = sum(line[1] for line in shards)
+    if not running:  # nothing runs yet: the first rows of the queue
+        running = min(waiting, cap) or 1.0
+        waiting = max(waiting - running, 0.0)
+    if seen:  # counted at another moment of the step, maybe
         shards = [(s, r * running / seen, w) for s, r, w in shards]
+    else:
+        queued = sum(line[2] for line in shards) or 1.0
+        shards = [(s, w * running / queued, w * waiting / queued) for s, _, w in shards]
     now = context / block_size + 0.5
     stride = max(now, (prompt + output / 2.0) / block_size + 0.5) if waiting else now
     shared = min(o.target_pages / (o.running * now), 1.0) if o.running and o.target_pages else 1.0
