@@ -48,6 +48,7 @@ class EngineDriver:
         self._largest: int | None = None  # rows at once that are known to be too many
         self._starts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._lives: list[LiveShard] = []
+        self._draining = False
         self._lone_failures = 0
         self._reductions = 0
         self.computed = 0  # samples finished
@@ -117,7 +118,7 @@ class EngineDriver:
             more = True
         self._collect()
         if self.engine.num_unfinished == 0:
-            if self._flights:
+            if self._flights and not self._draining:
                 self._prune(require_done=True)
             self._group = None
         return more or bool(self._retries)
@@ -129,7 +130,8 @@ class EngineDriver:
         self._flights, self._retries, self._group, self._in_flights = [], [], None, 0
 
     def abort_waiting(self) -> None:
-        """Drop rows that do not run yet, where the engine can."""
+        """Drop rows that do not run yet, where the engine can. Nothing is added from then on."""
+        self._draining = True
         self._retries = []
         abort_waiting = getattr(self.engine, "abort_waiting", None)
         if abort_waiting is not None:
