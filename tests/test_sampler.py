@@ -257,15 +257,19 @@ def test_largest_equals_topk(columns: int, count: int) -> None:
 
 def test_stop_tokens_are_held_back_until_min_tokens_are_out() -> None:
     eos, stop, prompt = 3, 5, [1, 2, 4, 6]
-    params = [SamplingParams(min_tokens=3, stop_token_ids=(stop,)), SamplingParams()]
-    rows = rows_of(params, 8, [prompt, prompt], eos_token_ids=[eos])
-    logits = torch.zeros(2, 8)
+    params = [
+        SamplingParams(min_tokens=3, stop_token_ids=(stop,)),
+        SamplingParams(),
+        SamplingParams(min_tokens=3, ignore_eos=True),  # there it is a token like any other
+    ]
+    rows = rows_of(params, 8, [prompt] * 3, eos_token_ids=[eos])
+    logits = torch.zeros(3, 8)
     logits[:, [eos, stop]] = 9.0
     for static in (True, False):
         for already_out in range(5):
             last = len(prompt) - 1 + already_out
             tokens = choose(logits, rows, last, static=static).token_ids.tolist()
-            assert tokens == [0 if already_out < 3 else eos, eos]
+            assert tokens == [0 if already_out < 3 else eos, eos, eos]
 
 
 def test_logprobs_are_those_of_the_model() -> None:

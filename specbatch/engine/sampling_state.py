@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specbatch.engine.row_params import (
     BIAS_SLOT,
+    BIASED,
     NUM_COLUMNS,
     PENALISED,
     PENALTY_SLOT,
@@ -26,7 +27,7 @@ from specbatch.engine.row_params import (
     Tables,
     kind_of,
     null_row,
-    packed_row,
+    packed_rows,
     rows_over,
 )
 from specbatch.sampling_params import SamplingParams
@@ -100,32 +101,31 @@ class SamplingState:
                 f"{len(handles)} handles, {len(many)} params, {len(request_id)} request ids and {len(lengths)} prompts "
                 "do not belong together"
             )
-        groups: dict[int, tuple[SamplingParams, list[int]]] = {}
-        for i, item in enumerate(many):
-            groups.setdefault(id(item), (item, []))[1].append(i)
-        biases = [self._bias_entries(item) for item, _ in groups.values()]
+        number = {id(item): i for i, item in enumerate(many)}  # the last of equal objects stands for all
+        which = np.array([number[id(item)] for item in many] if len(many) > 1 else [0] * len(handles), np.int64)
+        biases = [self._bias_entries(item) for item in many]
         if len(handles) == 0:
             return
 
         self.release(handles)
         self._grow(int(handles.max()))
+        packed, kinds = packed_rows(many, self.vocab), np.array([kind_of(item) for item in many], np.uint8)
+        users = np.bincount(which, minlength=len(many))
+        for i, entries in enumerate(biases):
+            if entries and users[i]:
+                packed[i, BIAS_SLOT] = self._add_bias(entries, int(users[i]))
+                kinds[i] |= BIASED
         seeds = row_seed(self.run_seed, request_id)
-        for (item, members), entries in zip(groups.values(), biases, strict=True):
-            chosen = np.arange(len(handles)) if len(many) == 1 else np.array(members)
-            rows = handles[chosen]
-            kind, packed = kind_of(item, bool(entries)), packed_row(item, self.vocab)
-            if entries:
-                packed[BIAS_SLOT] = self._add_bias(entries, len(rows))
-            self._packed[rows] = packed
-            self._packed[rows, PROMPT_LEN] = lengths[chosen]
-            seed = np.full(len(rows), item.seed, np.int64) if item.seed is not None else seeds[chosen]
-            self._packed[rows, SEED_LOW : SEED_HIGH + 1] = seed.view(np.int32).reshape(-1, 2)  # little endian
-            self._kind[rows] = kind
-            self._num_special += len(rows) if kind else 0
-            if kind & PENALISED:
-                for index in chosen.tolist():
-                    begin, end = prompt_offsets[index], prompt_offsets[index + 1]
-                    self._prompts[int(handles[index])] = np.array(prompt_values[begin:end], np.int32)
+        own = np.array([item.seed is not None for item in many])[which]
+        seeds[own] = np.array([item.seed or 0 for item in many], np.int64)[which][own]
+        self._packed[handles] = packed[which]
+        self._packed[handles, PROMPT_LEN] = lengths
+        self._packed[handles, SEED_LOW : SEED_HIGH + 1] = seeds.view(np.int32).reshape(-1, 2)  # little endian
+        self._kind[handles] = kinds[which]
+        self._num_special += int(np.count_nonzero(kinds[which]))
+        for i in np.flatnonzero(kinds[which] & PENALISED).tolist():
+            begin, end = prompt_offsets[i], prompt_offsets[i + 1]
+            self._prompts[int(handles[i])] = np.array(prompt_values[begin:end], np.int32)
 
     def check(self, params: SamplingParams) -> None:
         """ValueError when a token of the bias, or a stop token held back by min_tokens, is outside the vocabulary."""
@@ -203,9 +203,11 @@ class SamplingState:
 
     def _bias_entries(self, params: SamplingParams) -> list[tuple[int, float, int]]:
         """(token id, value, until) of a request's bias and of the stop tokens that min_tokens holds back."""
+        if not params.logit_bias and params.min_tokens == 0:
+            return []
         entries = [(int(token), float(value), _NO_LIMIT) for token, value in params.logit_bias.items()]
         if params.min_tokens > 0:
-            stops = dict.fromkeys((*self._eos, *params.stop_token_ids))
+            stops = dict.fromkeys(params.stop_token_ids if params.ignore_eos else (*self._eos, *params.stop_token_ids))
             entries += [(token, -np.inf, params.min_tokens) for token in stops]
         for token, _, _ in entries:
             if not 0 <= token < self.vocab:
