@@ -31,7 +31,7 @@ from specbatch.units import format_count, format_duration, format_percent, forma
 REFRESH_PER_SECOND = 2.0
 WIDE, NARROW, TALL = 64, 34, 9  # columns for the full block, for two lines; screen lines for the full block
 PIPE_WIDTH = 160  # columns where there is no terminal to ask
-LABEL = 8  # columns of the words at the left
+LABEL = 10  # columns of the words at the left
 GENERATING = "generating"
 
 
@@ -93,7 +93,7 @@ class RunDisplay:
             yield Text(f"{short} {left}"[: max(width - 1, 1)], no_wrap=True, overflow="crop")
 
     def _block(self, reading: Reading, options: ConsoleOptions) -> Table:
-        """Always six lines, always in the same places: nothing jumps."""
+        """A blank and six lines, always in the same places: nothing jumps."""
         rows = f"{format_count(reading.rows_done)} of {wording.plural(reading.rows_total, 'row')}"
         body = Table.grid(padding=(0, 2, 0, 0))
         body.add_column(style="dim", no_wrap=True, width=LABEL)
@@ -102,6 +102,7 @@ class RunDisplay:
         for label, parts in _figures(reading):
             body.add_row(label, Text(", " if options.ascii_only else " · ").join(parts))
         block = Table.grid()
+        block.add_row("")
         block.add_row(_bar(reading, options.max_width, f" {format_percent(reading.share):>5}  {rows}"))
         block.add_row(body)
         return block
@@ -205,7 +206,10 @@ class LiveEvents(JobEvents):
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_column(style=style or "dim", no_wrap=True, width=LABEL)
         line.add_column(overflow="fold")
-        line.add_row(head, Text(rest)) if len(head) <= LABEL else line.add_row("", Text(f"{head}: {rest}", style=style))
+        if len(head) <= LABEL:
+            line.add_row(head, Text(rest))
+        else:
+            line.add_row("", Text(f"{head}: {rest}", style=style))
         self.console.print(line)
 
     def plan(self, plan: JobPlan) -> None:

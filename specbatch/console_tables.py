@@ -17,7 +17,7 @@ from specbatch.job.report import RunReport, ShardReport
 from specbatch.units import format_bytes, format_count, format_duration, format_percent, format_rate
 
 FEW_SHARDS = 12  # in a summary, more are put together by mode
-LABEL = 8
+LABEL = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,8 @@ def test_no_line_is_wider_than_the_terminal(encoding: str, changes: dict[str, An
 
 def test_a_wide_terminal_shows_the_same_six_lines_at_any_time() -> None:
     for changes in ({}, {"stopping": "max-duration"}, {"row_errors": 3}, {"rows_done": 900_000}):
-        lines = screen(a_display(**changes), 80)
+        blank, *lines = screen(a_display(**changes), 80)
+        assert blank.strip() == ""
         assert len(lines) == 6
         assert [line.split()[0] for line in lines[1:]] == ["speed", "drafts", "memory", "rows", "time"]
     text = "\n".join(screen(a_display(), 100))
