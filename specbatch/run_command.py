@@ -48,7 +48,8 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
         return _run_job(settings, options, ending)
     except SpecbatchError as error:
         return ending.failed(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before the job took the signals over
+        SafeStream(sys.stderr).line("interrupted before anything was computed [exit 130]")
         return ExitCode.INTERRUPTED
     except Exception as error:
         return ending.failed(_unexpected(error))

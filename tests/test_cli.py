@@ -213,3 +213,12 @@ def test_run_and_inspect_end_to_end(prompts: str, tmp_path: Path, capsys: pytest
     assert main(["run", prompts, "--model", "stand-in", "--seed", "1"]) == 12
     assert "seed" in capsys.readouterr().err
     assert "specbatch_last_exit_code" in (tmp_path / "m.prom").read_text()
+
+
+def test_shells_can_complete_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_SPECBATCH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "specbatch run --max-t")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["--max-tokens"]
