@@ -21,7 +21,8 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, pages: Tensor, backend: AttentionBackend) -> None:
         """`pages` [num_pages, layers, 2, block_size, kv_heads, head_dim]: PagedKVCache.pages("target" or "draft").
 
-        Raises ValueError when the pages are another model's.
+        A model type that is not proved is compared with transformers' own attention at once, on scratch in the first pages.
+        Raises ValueError when the pages are another model's, RuntimeError when the model would be wrong.
         """
         expected = (model.shape.num_layers, 2, model.shape.num_kv_heads, model.shape.head_dim)
         actual = (pages.shape[1], pages.shape[2], pages.shape[4], pages.shape[5])
@@ -35,6 +36,10 @@ class ModelRunner:
         self._wiring_checked = False
         for layer in model.layers:
             layer.key_pages, layer.value_pages = pages[:, layer.layer, 0], pages[:, layer.layer, 1]
+        if model.support.status == "unproved":
+            from specbatch.engine.model_check import check_against_transformers
+
+            check_against_transformers(self)
 
     @property
     def vocab_size(self) -> int:

@@ -33,7 +33,11 @@ __all__ = [
 ]
 
 # Model types whose packed, paged decoding is tested token for token against transformers' generate.
-PROVED = frozenset()
+PROVED = frozenset(
+    "llama qwen2 qwen3 mistral ministral phi3 gemma gemma2 gemma3_text gpt2 opt mixtral qwen3_moe qwen2_moe olmo olmo2 olmo3 "
+    "olmoe granite granitemoe smollm3 starcoder2 gpt_neox cohere cohere2 stablelm phi gpt_oss exaone4 glm glm4 seed_oss arcee "
+    "nemotron gpt_bigcode deepseek_v2 deepseek_v3".split()
+)
 
 _RECURRENT = frozenset(
     "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv xlstm nemotron_h falcon_h1 lfm2 lfm2_moe lfm3 "
