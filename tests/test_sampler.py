@@ -29,7 +29,7 @@ from specbatch.engine.sampler import (
     tree_prefix,
 )
 from specbatch.engine.sampler_cpu import largest
-from specbatch.engine.sampling_state import SamplingState
+from specbatch.engine.sampling_state import SamplingState, count_tokens
 from specbatch.sampling_params import SamplingParams
 
 
@@ -386,11 +386,4 @@ def test_static_paths_run_without_data(kind: int) -> None:
             seed = rows.seed(torch.arange(rows_count, device="cuda"))
             verify_rejection(p, q, ids, starts, num_draft, seed, positions, width)
             verify_rejection(p, None, ids, starts, num_draft, seed, positions, width)
-            SamplingState.commit(_Keeper(tables, vocab), rows, tokens, num_sampled)  # type: ignore[arg-type]
-
-
-class _Keeper:
-    """What `commit` needs of a SamplingState, on fake tensors."""
-
-    def __init__(self, tables: Tables, vocab: int) -> None:
-        self._tables, self.vocab = tables, vocab
+            count_tokens(tables, rows.penalty_slot, tokens, num_sampled)

@@ -36,17 +36,24 @@ def _apply_bias(logits: Tensor, rows: RowParams, row_index: Tensor, positions: T
 
 
 def _apply_penalties(logits: Tensor, rows: RowParams, row_index: Tensor, prior_ids: Tensor | None) -> Tensor:
-    slot = rows.penalty_slot[row_index]
-    counts = rows.tables.output_counts[slot]
+    """Only tokens that a row has seen change: their new values are computed, however often listed, and put back."""
+    tables, slot = rows.tables, rows.penalty_slot[row_index].to(torch.int64)[:, None]
+    ids = tables.seen_ids[slot[:, 0]]
     if prior_ids is not None:
-        inside = ((prior_ids >= 0) & (slot > 0)[:, None]).to(torch.int32)
-        counts = counts.scatter_add(1, prior_ids.clamp(0, rows.vocab - 1).to(torch.int64), inside)
+        ids = torch.cat((ids, prior_ids.clamp(0, rows.vocab - 1)), dim=1)
+    index = ids.to(torch.int64)
+    counts = tables.output_counts[slot, index]
+    if prior_ids is not None:
+        for column in prior_ids.unbind(dim=1):
+            counts = counts + (ids == column[:, None])
     present = counts > 0
+    values = logits.gather(1, index)
     repetition = rows.repetition_penalty[row_index][:, None]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(present | rows.tables.prompt_seen[slot], repeated, logits)
-    logits = logits - counts * rows.frequency_penalty[row_index][:, None]
-    return logits - present * rows.presence_penalty[row_index][:, None]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(present | tables.prompt_seen[slot, index], repeated, values)
+    values = values - counts * rows.frequency_penalty[row_index][:, None]
+    values = values - present * rows.presence_penalty[row_index][:, None]
+    return logits.scatter(1, index, values)
 
 
 def argmax_finite(scores: Tensor) -> Tensor:

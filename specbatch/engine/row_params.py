@@ -32,6 +32,8 @@ class Tables:
 
     output_counts: Tensor  # [slots, vocab] int32: committed output tokens
     prompt_seen: Tensor  # [slots, vocab] bool
+    seen_ids: Tensor  # [slots, H] int32: prompt tokens, then committed ones, repeats included; padded with 0
+    num_seen: Tensor  # [slots, 1] int32: how many of them are in use
     bias_ids: Tensor  # [slots, W] int32, padded with 0
     bias_values: Tensor  # [slots, W] float32, padded with 0
     bias_until: Tensor  # [slots, W] int32: the entry holds while fewer output tokens than this are out
@@ -46,6 +48,8 @@ class Tables:
         return cls(
             output_counts=zeros(vocab, torch.int32),
             prompt_seen=zeros(vocab, torch.bool),
+            seen_ids=zeros(1, torch.int32),
+            num_seen=zeros(1, torch.int32),
             bias_ids=zeros(1, torch.int32),
             bias_values=zeros(1, torch.float32),
             bias_until=zeros(1, torch.int32),

@@ -32,7 +32,7 @@ from specbatch.engine.row_params import (
 )
 from specbatch.sampling_params import SamplingParams
 
-__all__ = ["RowParams", "SamplingState", "row_seed"]
+__all__ = ["RowParams", "SamplingState", "count_tokens", "row_seed"]
 
 _NO_LIMIT = 2**31 - 1
 
@@ -77,6 +77,7 @@ class SamplingState:
         self._penalty = _Slots()
         self._bias = _Slots()
         self._tables = Tables.empty(vocab, self.device)
+        self._seen_bound = np.zeros(1, np.int64)  # at least as many seen tokens as each slot has
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -181,11 +182,8 @@ class SamplingState:
         if not rows.any_penalty:
             return
         num_rows, width = token_ids.shape
-        valid = torch.arange(width, device=token_ids.device) < num_sampled[:, None]
-        slot = rows.penalty_slot[:num_rows, None].to(torch.int64).expand(num_rows, width)
-        valid &= (slot > 0) & (token_ids >= 0)
-        ids = token_ids.clamp(0, self.vocab - 1).to(torch.int64)
-        self._tables.output_counts.index_put_((slot, ids), valid.to(torch.int32), accumulate=True)
+        self._make_room(rows.host[:num_rows, PENALTY_SLOT], width)
+        count_tokens(self._tables, rows.penalty_slot[:num_rows], token_ids, num_sampled)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -236,17 +234,52 @@ class SamplingState:
             prompt = self._prompts.pop(handle, None)
             if prompt is None:
                 continue
-            slot = self._penalty.take(1)
-            slots = _doubled(len(self._tables.output_counts), slot + 1)
-            if slots != len(self._tables.output_counts):
-                self._tables.output_counts = _enlarged(self._tables.output_counts, slots, self.vocab)
-                self._tables.prompt_seen = _enlarged(self._tables.prompt_seen, slots, self.vocab)
-                self.generation += 1
+            ids = np.unique(prompt[(prompt >= 0) & (prompt < self.vocab)])
+            slot, tables = self._penalty.take(1), self._tables
+            self._enlarge_counts(slot + 1, len(ids))
             self._packed[handle, PENALTY_SLOT] = slot
-            self._tables.output_counts[slot].zero_()
-            self._tables.prompt_seen[slot].zero_()
-            ids = np.unique(prompt[(prompt >= 0) & (prompt < self.vocab)]).astype(np.int64)
-            self._tables.prompt_seen[slot].index_fill_(0, torch.from_numpy(ids).to(self.device), True)
+            self._seen_bound[slot] = len(ids)
+            for table in (tables.output_counts, tables.prompt_seen, tables.seen_ids):
+                table[slot].zero_()
+            seen = torch.from_numpy(ids).to(self.device)
+            tables.prompt_seen[slot].index_fill_(0, seen.to(torch.int64), True)
+            tables.seen_ids[slot, : len(ids)] = seen
+            tables.num_seen[slot] = len(ids)
+
+    def _make_room(self, slots: NDArray[np.int32], width: int) -> None:
+        """Space for `width` more seen tokens in each slot. How many there are is known to the host as a bound only."""
+        slots = slots[slots > 0]
+        self._seen_bound[slots] += width
+        if self._seen_bound.max() <= self._tables.seen_ids.shape[1]:
+            return
+        self._seen_bound[:] = self._tables.num_seen[:, 0].cpu().numpy()  # waits for the device, once in a doubling
+        self._seen_bound[slots] += width
+        self._enlarge_counts(0, int(self._seen_bound.max()))
+
+    def _enlarge_counts(self, slots: int, seen: int) -> None:
+        tables = self._tables
+        slots, seen = _doubled(len(tables.num_seen), slots), _doubled(tables.seen_ids.shape[1], seen)
+        if (slots, seen) == tables.seen_ids.shape:
+            return
+        tables.output_counts = _enlarged(tables.output_counts, slots, self.vocab)
+        tables.prompt_seen = _enlarged(tables.prompt_seen, slots, self.vocab)
+        tables.seen_ids = _enlarged(tables.seen_ids, slots, seen)
+        tables.num_seen = _enlarged(tables.num_seen, slots, 1)
+        self._seen_bound = np.concatenate((self._seen_bound, np.zeros(slots - len(self._seen_bound), np.int64)))
+        self.generation += 1
+
+
+def count_tokens(tables: Tables, penalty_slot: Tensor, token_ids: Tensor, num_sampled: Tensor) -> None:
+    """Add committed tokens int32 [R, w] to the counts and seen tokens of each row's slot [R]. Static, no host sync."""
+    column = torch.arange(token_ids.shape[1], device=token_ids.device)
+    slot = penalty_slot[:, None].to(torch.int64)
+    valid = (column < num_sampled[:, None]) & (slot > 0) & (token_ids >= 0)
+    ids = token_ids.clamp(0, tables.output_counts.shape[1] - 1)
+    slot = torch.where(valid, slot, 0)  # what is not valid lands in the null slot, as nothing
+    tables.output_counts.index_put_((slot, ids.to(torch.int64)), valid.to(torch.int32), accumulate=True)
+    place = torch.where(valid, tables.num_seen[slot, 0] + valid.cumsum(dim=1) - 1, 0)
+    tables.seen_ids.index_put_((slot, place), torch.where(valid, ids, 0))
+    tables.num_seen.index_put_((slot, torch.zeros_like(slot)), valid.to(torch.int32), accumulate=True)
 
 
 class _Slots:
