@@ -102,6 +102,10 @@ class ControllerOptions:
         return cls(**values)
 
 
+MIN_INTERVAL, MAX_INTERVAL = 4, 32  # steps between evaluations
+CALM_SECONDS, BUSY_SECONDS = 0.15, 0.02  # and at least so long: an evaluation takes about a millisecond
+
+
 class Controller:
     """`--speculate auto`: for each shard AR or one of the speculators, and k, by expected tokens a second.
 
@@ -224,7 +228,6 @@ class Controller:
         if not reason:
             self._want_teacher_forced(shard, state, step, now, scorer, scores)
             reason = self._consider_probe(shard, state, step, now, scorer, scores) or self._words(incumbent, scores)
-        self._remember(shard, scores, state, reason)
         return self._answer(shard, state, before, reason, scores)
 
     def _first(self, scores: Mapping[Arm, Score]) -> Arm:
@@ -374,9 +377,10 @@ class Controller:
             if s.home is not None
         ]
         young = known.decode_steps < 48
-        self._interval = 4 if young or not self._settled else min(self._interval * 2, 32)
-        quick = math.ceil(0.02 / known.step_seconds) if known.step_seconds else 1
-        wait = max(self._interval, min(quick, 32)) if known.decode_steps else 2
+        calm = self._settled and not young
+        self._interval = min(self._interval * 2, MAX_INTERVAL) if calm else MIN_INTERVAL
+        least = (CALM_SECONDS if calm else BUSY_SECONDS) / known.step_seconds if known.step_seconds else 1.0
+        wait = max(self._interval, min(math.ceil(least), 4 * MAX_INTERVAL)) if known.decode_steps else 2
         self._next = min([step + wait, *ends])
         self._soonest = step + 2
         running = max(observation.running, 1)
@@ -409,33 +413,3 @@ class Controller:
         rival = rival or max(others, key=lambda s: s.rate)
         accept = f", {best.tokens_per_row:.2f} tokens a row and step" if best.arm[1] else ""
         return f"{name(best.arm)}: {best.rate:.0f} tokens/s, {self._ratio(best, rival)} of {name(rival.arm)}{accept}"
-
-    def _remember(self, shard: int, scores: Mapping[Arm, Score], state: ShardState, reason: str) -> None:
-        history = self.known.history.get(shard)
-        if history is None:
-            return
-        history.evaluations += 1
-        history.reason = reason
-        rate = scores[state.base].rate
-        if AR in scores:
-            history.gain_over_ar += math.log(rate / scores[AR].rate)
-        others = [s.rate for s in scores.values() if s.arm[0] != state.base[0]]
-        if others:
-            history.gain_of_best_other += math.log(max(others) / rate)
-
-    def report(self) -> list[dict[str, Any]]:
-        """One line a shard seen so far: time by mode, acceptance by position, what the other mode would have done."""
-        lines = []
-        for shard, history in sorted(self.known.history.items()):
-            count = max(history.evaluations, 1)
-            lines.append(
-                {
-                    "shard": shard,
-                    "seconds": {name(arm): seconds for arm, seconds in sorted(history.seconds.items())},
-                    "over_ar": math.exp(history.gain_over_ar / count),
-                    "best_other_mode": math.exp(history.gain_of_best_other / count),
-                    "tokens_per_step": history.committed / history.row_steps if history.row_steps else 1.0,
-                    "reason": history.reason,
-                }
-            )
-        return lines
