@@ -51,6 +51,8 @@ SCALES: dict[str, Any] = {
     "embedding_multiplier": 3.0,
 }
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": BASE,
     "qwen2": BASE,
@@ -79,7 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": BASE | WINDOW | {"logit_scale": 0.5},
     "stablelm": BASE,
     "phi": BASE,
-    "gpt_oss": BASE | LOCAL_MOE | WINDOW | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_oss": BASE | LOCAL_MOE | WINDOW | {"head_dim": 8, "rope_parameters": PLAIN_ROPE},
     "exaone4": BASE | WINDOW,
     "glm": BASE | {"head_dim": 8, "pad_token_id": 0},
     "glm4": BASE | {"head_dim": 8, "pad_token_id": 0},
@@ -247,13 +249,14 @@ def test_a_real_checkpoint_equals_transformers() -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = HFTokenizer(path)
-    texts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a small village by the sea, there"]
+    texts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a village by the sea, there"]
     values, offsets = tokenizer.encode(texts)
     prompts = [values[a:b].tolist() for a, b in pairwise(offsets.tolist())]
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
     reference.generation_config.eos_token_id = None
     expected, _ = transformers_greedy(reference, prompts)
     del reference
-    rows = PagedRows(load_model(path), rows=len(prompts), max_len=max(map(len, prompts)) + NEW_TOKENS + 5, block_size=16)
+    longest = max(map(len, prompts)) + NEW_TOKENS + 5
+    rows = PagedRows(load_model(path), rows=len(prompts), max_len=longest, block_size=16)
     actual, _ = greedy(rows, prompts, NEW_TOKENS, guesses=expected)
     assert actual == expected

@@ -22,7 +22,7 @@ ROWS = ((19, 11), (8, 3))  # (tokens, of which in the first chunk)
 
 
 def check_against_transformers(runner: ModelRunner) -> float:
-    """Largest relative difference of logits; the pages used are left as scratch. Raises RuntimeError when it is too large.
+    """Largest relative difference of logits; the pages used are left as scratch. Raises RuntimeError when too large.
 
     Call it before the pages belong to anybody: it writes to the first ones after the null page. Rows are short, so what
     only shows beyond a window or a trained length does not show here.
@@ -38,8 +38,8 @@ def check_against_transformers(runner: ModelRunner) -> float:
     if not difference <= TOLERANCE[runner.model.dtype]:  # NaN counts as different
         kind = runner.model.shape.model_type
         raise RuntimeError(
-            f"model type {kind} gives other logits on paged KV than in transformers (off by {difference:.1%} of the largest): "
-            "specbatch cannot run it right"
+            f"model type {kind} gives other logits on paged KV than in transformers (off by {difference:.1%} of the "
+            "largest): specbatch cannot run it right"
         )
     return difference
 
@@ -61,7 +61,7 @@ def _paged_logits(runner: ModelRunner, rows: list[Tensor]) -> list[Tensor]:
         ids = torch.cat([row[a:b] for row, (a, b) in zip(rows, spans, strict=True)]).int()
         metadata = _metadata(spans, tables, block_size, runner.model.device)
         out = runner.forward(ids, metadata, torch.arange(len(ids), device=ids.device))
-        logits = list(out.split([b - a for a, b in spans]))
+        logits = list(torch.split(out, [b - a for a, b in spans]))
     return logits
 
 

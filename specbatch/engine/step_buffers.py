@@ -56,7 +56,7 @@ class Bucket:
 
 
 def row_buckets(max_rows: int) -> tuple[int, ...]:
-    """Row counts graphs are made for: 1, 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 64 beyond; max_rows the last."""
+    """Row counts graphs are made for: 1, 2, 4, then in steps of 8 to 64, of 16 to 256, of 64 beyond; max_rows last."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 64)]
     return (*(n for n in steps if n < max_rows), max_rows)
 
@@ -65,8 +65,8 @@ class StepArrays:
     """Host and device arrays of one step, named as in specbatch._core.StepBuffers.
 
     `host[name]` is a numpy view (int32, C-contiguous), `device[name]` the tensor a model reads; addresses never change.
-    NOTE: the copy to a GPU is asynchronous, so the host arrays may be refilled only once the device has passed it: after
-    the step's result has been read.
+    NOTE: the copy to a GPU is asynchronous, so the host arrays may be refilled only once the device has passed it:
+    after the step's result has been read.
     """
 
     def __init__(
