@@ -101,25 +101,14 @@ def _best_score(scaled: Tensor, bits: Tensor) -> Tensor:
 
 
 def _choose_truncated(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
-    """From the candidates that top-k, top-p and min-p leave: few of the largest logits first, more where needed."""
+    """From what top-k, top-p and min-p leave: look at a few of the largest logits first, at more where needed."""
     scaled = adjusted / temperature_of(rows, row_index)
     keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
     top_k, top_p, min_p = truncations(rows, row_index)
-    total = torch.zeros(len(scaled))  # read only by a nucleus of the whole vocabulary
-    if bool(((top_k == 0) & (top_p < 1)).any()):
-        total = exp_sum(scaled, scaled.amax(dim=-1, keepdim=True))
+    total = _nucleus_totals(scaled, (top_k == 0) & (top_p < 1))
     token_ids = torch.empty(len(scaled), dtype=torch.int32)
     undecided = torch.arange(len(scaled))
     for width in (*(c for c in _CANDIDATES if c < rows.vocab), rows.vocab):
-        if width == rows.vocab:
-            wide = (top_k[undecided] == 0) & (top_p[undecided] >= _WIDE_TOP_P)
-            chosen = undecided[wide]
-            for part in _parts(len(chosen), rows.vocab):
-                row = chosen[part]
-                token_ids[row] = _choose_wide_nucleus(scaled[row], keys[:, row], total[row], top_p[row], min_p[row])
-            undecided = undecided[~wide]
-        if len(undecided) == 0:
-            break
         values, ids = largest(scaled if len(undecided) == len(scaled) else scaled[undecided], width)
         floor = truncation_floor(values, total[undecided], top_k[undecided], top_p[undecided], min_p[undecided])
         scores = gumbel_at(keys[:, undecided], ids.to(torch.int32)).add_(values)
@@ -127,30 +116,54 @@ def _choose_truncated(adjusted: Tensor, rows: RowParams, row_index: Tensor, posi
         best = scores.amax(dim=-1, keepdim=True)
         token = torch.where(scores == best, ids, rows.vocab).amin(dim=-1)
         token_ids[undecided] = torch.where(torch.isfinite(best[:, 0]), token, -1).to(torch.int32)
-        undecided = undecided[~(values[:, -1] < floor)]
+        if width == rows.vocab:
+            break
+        unsettled = ~(values[:, -1] < floor)
+        undecided, least = undecided[unsettled], values[unsettled, -1]
+        wide = (top_k[undecided] == 0) & (top_p[undecided] >= _WIDE_TOP_P)
+        chosen, inside = undecided[wide], least[wide]
+        for part in _parts(len(chosen), rows.vocab):
+            row = chosen[part]
+            token_ids[row] = _choose_wide(scaled[row], keys[:, row], total[row], top_p[row], min_p[row], inside[part])
+        undecided = undecided[~wide]
+        if len(undecided) == 0:
+            break
     return token_ids
 
 
-def _choose_wide_nucleus(scaled: Tensor, keys: Tensor, total: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """From a nucleus of many tokens, without sorting: the best score of all is the answer if its token is inside.
+def _nucleus_totals(scaled: Tensor, wanted: Tensor) -> Tensor:
+    """`exp_sum` [n] of the wanted rows, 0 for the others."""
+    total = torch.zeros(len(scaled))
+    index = wanted.nonzero()[:, 0]
+    for part in _parts(len(index), scaled.shape[1]):
+        rows = scaled[index[part]]
+        total[index[part]] = exp_sum(rows, rows.amax(dim=-1, keepdim=True))
+    return total
 
-    Whether it is takes one sum over the tokens above it. It is with probability top_p; else the next best is looked at.
+
+def _choose_wide(scaled: Tensor, keys: Tensor, total: Tensor, top_p: Tensor, min_p: Tensor, inside: Tensor) -> Tensor:
+    """From what top-p and min-p leave where that is many tokens, unsorted; all logits from `inside` up are left.
+
+    The best score of all is the answer if its token is left, which takes one sum over the tokens above it to know. It
+    is with probability top_p; else the next best is looked at.
     """
     top = scaled.amax(dim=-1, keepdim=True)
-    weight = (scaled - top).exp_()
     scaled = scaled.masked_fill(scaled < top + min_p.log()[:, None], -torch.inf)
     bits = keyed_bits(keys, scatter_index(torch.arange(scaled.shape[1], dtype=torch.int32)))
     token_ids = torch.empty(len(scaled), dtype=torch.int32)
     undecided = torch.arange(len(scaled))
     while len(undecided):
         token = _best_score(scaled, bits)
-        at = token.clamp(min=0).to(torch.int64)[:, None]
-        above = (weight * (scaled > scaled.gather(1, at))).sum(dim=-1)
-        outside = (above >= top_p * total) & (top_p < 1) & (token >= 0)
         token_ids[undecided] = token
+        at = token.clamp(min=0).to(torch.int64)[:, None]
+        logit = scaled.gather(1, at)
+        far = (token >= 0) & (top_p[undecided] < 1) & (logit[:, 0] < inside[undecided])
+        scaled, bits, logit, at, undecided = scaled[far], bits[far], logit[far], at[far], undecided[far]
+        above = ((scaled - top[undecided]).exp_() * (scaled > logit)).sum(dim=-1)
+        outside = above >= top_p[undecided] * total[undecided]
+        # NOTE: what is taken out here lies below all that may still be chosen, so it is missing in no later sum.
         scaled.scatter_(1, at, -torch.inf)
-        undecided, scaled, bits, weight = undecided[outside], scaled[outside], bits[outside], weight[outside]
-        top_p, total = top_p[outside], total[outside]
+        scaled, bits, undecided = scaled[outside], bits[outside], undecided[outside]
     return token_ids
 
 
