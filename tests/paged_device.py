@@ -1,13 +1,11 @@
 """A device in miniature for the Rust core: KV memory a slot, a target and a draft model that see nothing but the step's
 arrays, and checks that every entry a model reads is the one it should be.
 
-The model's next token is a function of all tokens before it, so one wrong token, position or slot changes everything
-after it; `Model.complete` says what a row must answer, one token at a time.
+Knows no policy: what runs when is the scheduler's business.
 """
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch import _core
+from tests.row_model import Model, Request
 
 Ints = NDArray[np.int32]
 Result = tuple[Ints, Ints, Ints]
@@ -22,59 +21,6 @@ Result = tuple[Ints, Ints, Ints]
 
 def offsets_of(lengths: list[int]) -> NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Request:
-    request_id: int
-    prompt: tuple[int, ...]
-    max_tokens: int = 16
-    shard: int = 0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    may_draft: bool = True
-    stop_tokens: tuple[int, ...] = ()
-    stop_strings: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True)
-class Model:
-    vocabulary: int = 5
-    draft_skill: int = 60  # per cent of drafts that are right
-    memory: int | None = None  # tokens that matter to the next one; None: all. Few make text that repeats itself
-
-    def next(self, tokens: tuple[int, ...]) -> int:
-        seen = tokens[-self.memory :] if self.memory else tokens
-        return zlib.crc32(repr(seen).encode()) % self.vocabulary
-
-    def draft(self, tokens: tuple[int, ...]) -> int:
-        right = self.next(tokens)
-        return right if zlib.crc32(repr(("draft", tokens)).encode()) % 100 < self.draft_skill else (right + 1) % self.vocabulary
-
-    def bytes_of(self, token: int) -> bytes:
-        return [b"a", b"b", b"ab", b"", b"ca"][token % 5]
-
-    def complete(self, request: Request, eos: tuple[int, ...], max_model_len: int) -> tuple[list[int], bytes, int]:
-        """Tokens, text and finish reason of the row alone."""
-        tokens: list[int] = []
-        text = b""
-        while True:
-            token = self.next(request.prompt + tuple(tokens))
-            tokens.append(token)
-            before, text = len(text), text + self.bytes_of(token)
-            if len(tokens) >= request.min_tokens:
-                if (token in eos and not request.ignore_eos) or token in request.stop_tokens:
-                    return tokens, text[:before], _core.FINISH_STOP
-                found = [
-                    at
-                    for stop in request.stop_strings
-                    for at in range(len(text))
-                    if text.startswith(stop, at) and at + len(stop) > before
-                ]
-                if found:
-                    return tokens, text[: min(found)], _core.FINISH_STOP
-            if len(tokens) == request.max_tokens or len(request.prompt) + len(tokens) == max_model_len:
-                return tokens, text, _core.FINISH_LENGTH
 
 
 def make_arrays(rows: int, tokens: int, logits: int, width: int, draft_width: int) -> dict[str, Ints]:
@@ -149,7 +95,8 @@ class PagedDevice:
             -(-self.max_model_len // self.draft_block_size) if self.draft_block_size else 1,
         )
         self.buffers = _core.StepBuffers(**self.arrays)
-        self.memory: dict[tuple[int, int], tuple[str, int, tuple[int, ...]]] = {}  # page, offset -> model, its life, context
+        # page, offset -> model, its life on the page, context
+        self.memory: dict[tuple[int, int], tuple[str, int, tuple[int, ...]]] = {}
         self.tenant: dict[int, tuple[str, int]] = {}  # page -> model that wrote it last, and how often it changed hands
         self.tokens: dict[int, list[int]] = {}  # handle -> committed tokens as far as known
         self.requests: dict[int, Request] = {}  # handle -> request
@@ -306,7 +253,8 @@ class PagedDevice:
             owner, life = self.tenant.get(page, ("", 0))
             expected = (prefix + "model", life, tokens[: position + 1])
             held = self.memory.get((page, offset))
-            assert held == expected and owner == prefix + "model", (prefix, row, position, held, expected)
+            assert owner == prefix + "model", (prefix, row, position, owner)
+            assert held == expected, (prefix, row, position)
 
     def packed(self, prefix: str, row: int) -> tuple[slice, int, int]:
         """A row's packed range, its first position, its context length; positions and slots are checked."""
@@ -393,3 +341,49 @@ class PagedDevice:
                 if j < k and drafts[j] != found[j]:
                     break
         return found
+
+
+def prompts(count: int, length: int = 6, shared: int = 0) -> list[tuple[int, ...]]:
+    """Prompts of different tokens and slightly different lengths, the first `shared` tokens in common."""
+    common = tuple(range(shared))
+    return [common + tuple((7 * i + j) % 5 for j in range(length + i % 3)) for i in range(count)]
+
+
+def run(
+    device: PagedDevice, requests: list[Request], method: int = _core.METHOD_NONE, k: int = 0
+) -> dict[int, Finished]:
+    device.core.set_speculation(method, k)
+    device.add(requests)
+    return device.run()
+
+
+def bare(max_num_seqs: int, eos: list[int] | None = None) -> tuple[_core.Scheduler, dict[str, Ints], _core.StepBuffers]:
+    """Scheduler, arrays and buffers without a model: the test makes the tokens up."""
+    device = PagedDevice(num_pages=16, max_num_seqs=max_num_seqs, eos=tuple(eos or ()))
+    return device.core, device.arrays, device.buffers
+
+
+def add_bare(
+    core: _core.Scheduler,
+    max_tokens: int,
+    request_id: int = 0,
+    shard: int = 0,
+    stop_tokens: list[int] | None = None,
+) -> int:
+    handles = core.add_requests(
+        request_id=np.array([request_id], np.int64),
+        shard=np.array([shard], np.int32),
+        prompt_values=np.array([1, 2, 3], np.int32),
+        prompt_offsets=np.array([0, 3], np.int64),
+        max_tokens=np.array([max_tokens], np.int32),
+        stop_token_values=np.array(stop_tokens or [], np.int32),
+        stop_token_offsets=np.array([0, len(stop_tokens or [])], np.int64),
+    )
+    return int(handles[0])
+
+
+def result(tokens: list[list[int]], num_draft: list[int]) -> Result:
+    """A step's result from the tokens of each row."""
+    width = max(len(line) for line in tokens)
+    ids = np.array([line + [0] * (width - len(line)) for line in tokens], np.int32)
+    return ids, np.array([len(line) for line in tokens], np.int32), np.array(num_draft, np.int32)
