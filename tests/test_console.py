@@ -289,6 +289,26 @@ def test_rates_are_those_of_the_last_seconds_and_time_left_follows_them() -> Non
     assert stalled.seconds_left > reading.seconds_left
 
 
+def test_the_time_before_the_first_step_does_not_count() -> None:
+    clock, meter = Clock(), Meter()
+    progress = JobProgress(rows_total=1_000_000)
+    for _ in range(100):  # reading and loading, with rows settled without an engine
+        clock.now += 1
+        progress.elapsed = clock.now
+        progress.rows_done += 50
+        reading = meter.read(progress, clock.now)
+    assert reading.seconds_left == pytest.approx(995_000 / 50, rel=0.02)
+    progress.engine = EngineProgress(pages_total=5000)
+    clock.now += 60
+    assert meter.read(progress, clock.now).tokens_per_second is None
+    for _ in range(5):
+        advance(clock, progress, 1)
+        progress.engine.steps += 1
+        reading = meter.read(progress, clock.now)
+    assert reading.tokens_per_second == pytest.approx(570, rel=0.3)
+    assert reading.seconds_left == pytest.approx(995_000 / 130, rel=0.3)
+
+
 def test_nothing_is_claimed_before_there_is_anything_to_go_by() -> None:
     reading = Meter().read(JobProgress(rows_total=10), 0.0)
     assert (reading.tokens_per_second, reading.seconds_left, reading.acceptance_rate, reading.kv_share) == (None,) * 4
