@@ -15,7 +15,7 @@ from specbatch import help as pages
 from specbatch.commands import BY_COMMAND, COMMANDS, CommandSpec
 from specbatch.errors import ExitCode, SpecbatchError, UsageError
 from specbatch.options import OptionSpec
-from specbatch.streams import SafeStream, silence_broken_streams
+from specbatch.streams import SafeStream, printable, silence_broken_streams
 
 if TYPE_CHECKING:
     import typer
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def complain(error: SpecbatchError) -> int:
     """Say what is wrong on stderr, in one or two lines. Returns the exit code."""
     stream = SafeStream(sys.stderr)
-    stream.line(f"error: {error.message}")
+    stream.line(f"error: {printable(error.message)}")
     if error.hint:
         stream.line(f"hint: {error.hint}")
     return int(error.exit_code)

@@ -23,9 +23,8 @@ from specbatch.errors import SpecbatchError
 from specbatch.job.options import JobEvents, JobPlan, JobProgress, JobResult
 from specbatch.job.report import report
 from specbatch.job.summary import final_line
-from specbatch.lines import printable
 from specbatch.meter import Meter, Reading
-from specbatch.streams import SafeStream
+from specbatch.streams import SafeStream, printable
 from specbatch.units import format_count, format_duration, format_percent, format_rate
 
 REFRESH_PER_SECOND = 2.0
@@ -249,5 +248,5 @@ def print_summary(stream: SafeStream, result: JobResult) -> None:
     if any(shard.mode for shard in shards):
         console.print(shard_table(shards, console.width, put_together=True))
     style = {0: "green", 3: "yellow", 5: "yellow"}.get(result.exit_code, "red")
-    head, colon, rest = final_line(result).partition(":")
+    head, colon, rest = printable(final_line(result)).partition(":")
     console.print(Text.assemble((head, style), colon, rest), soft_wrap=True)

@@ -18,10 +18,10 @@ from specbatch.console import GENERATING, LiveEvents, RunDisplay, print_summary
 from specbatch.console_tables import shard_table
 from specbatch.job.options import JobPlan, JobProgress
 from specbatch.job.report import ShardReport
-from specbatch.lines import LineEvents, Log, printable
+from specbatch.lines import LineEvents, Log
 from specbatch.meter import Meter
 from specbatch.requests import EngineProgress
-from specbatch.streams import SafeStream, ascii_only, is_smart
+from specbatch.streams import SafeStream, ascii_only, is_smart, printable
 from tests.test_summary import a_result
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
