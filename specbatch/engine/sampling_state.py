@@ -89,11 +89,12 @@ class SamplingState:
         request_id: NDArray[np.int64],
         prompt_values: NDArray[np.int32],
         prompt_offsets: NDArray[np.int64],
+        request_seeds: NDArray[np.int64] | None = None,
     ) -> None:
         """Note the parameters of new requests: one for all or one a handle; prompts as values and offsets [n + 1].
 
-        Seeds: the request's own, else `row_seed(run_seed, request_id)`. ValueError as in `check`; nothing has
-        changed then.
+        Seeds: `request_seeds` [n] if given, else the parameters' own, else `row_seed(run_seed, request_id)`.
+        ValueError as in `check`; nothing has changed then.
         """
         many = [params] if isinstance(params, SamplingParams) else list(params)
         lengths = np.diff(prompt_offsets).astype(np.int32)
@@ -119,6 +120,7 @@ class SamplingState:
         seeds = row_seed(self.run_seed, request_id)
         own = np.array([item.seed is not None for item in many])[which]
         seeds[own] = np.array([item.seed or 0 for item in many], np.int64)[which][own]
+        seeds = seeds if request_seeds is None else request_seeds
         self._packed[handles] = packed[which]
         self._packed[handles, PROMPT_LEN] = lengths
         self._packed[handles, SEED_LOW : SEED_HIGH + 1] = seeds.view(np.int32).reshape(-1, 2)  # little endian
