@@ -123,6 +123,7 @@ impl Layout {
         };
         let width = arrays.block_tables.len() / arrays.seq_index.len();
         let draft_width = arrays.draft_block_tables.len() / arrays.seq_index.len();
+        let decode = plan.kind == StepKind::Decode;
         let (mut token, mut logit, mut draft_token) = (0, 0, 0);
         for (i, row) in plan.rows.iter().enumerate() {
             let sequence = &rows[row.handle];
@@ -131,56 +132,66 @@ impl Layout {
             arrays.logits_start_loc[i] = logit as i32;
             arrays.draft_query_start_loc[i] = draft_token as i32;
             arrays.num_draft_tokens[i] = row.drafts as i32;
-
-            let end = token + row.len;
             let seq_len = if row.len == 0 { 0 } else { row.start + row.len };
-            let committed = row.len - row.drafts;
             arrays.seq_lens[i] = seq_len as i32;
-            let ids = &mut arrays.input_ids[token..end];
-            ids[..committed].copy_from_slice(&sequence.tokens[row.start..row.start + committed]);
-            if let Some(proposal) = plan.proposals.get(row.proposal_start..row.proposal_start + row.drafts) {
-                ids[committed..].copy_from_slice(proposal);
-            } else {
-                ids[committed..].fill(0);
+            let draft_seq_len = if row.draft_len == 0 { 0 } else { row.draft_start + row.draft_len };
+            arrays.draft_seq_lens[i] = draft_seq_len as i32;
+
+            let table = &mut self.tables[i];
+            if row.len > 0 {
+                let end = token + row.len;
+                let ids = &mut arrays.input_ids[token..end];
+                let committed = row.len - row.drafts;
+                copy(&mut ids[..committed], &sequence.tokens[row.start..row.start + committed]);
+                match plan.proposals.get(row.proposal_start..row.proposal_start + row.drafts) {
+                    Some(proposal) => copy(&mut ids[committed..], proposal),
+                    None => ids[committed..].iter_mut().for_each(|id| *id = 0),
+                }
+                let positions = &mut arrays.positions[token..end];
+                write_range(
+                    row.start,
+                    &sequence.pages,
+                    config.block_size,
+                    positions,
+                    &mut arrays.slot_mapping[token..end],
+                );
+                let stable = stable_pages(&sequence.pages, sequence.num_committed(), config.block_size);
+                table.write(
+                    &mut arrays.block_tables[i * width..][..width],
+                    sequence.residency,
+                    &sequence.pages,
+                    stable,
+                );
+                token = end;
+            } else if table.written > 0 {
+                table.write(&mut arrays.block_tables[i * width..][..width], 0, &[], 0);
             }
-            write_range(
-                row.start,
-                &sequence.pages,
-                config.block_size,
-                &mut arrays.positions[token..end],
-                &mut arrays.slot_mapping[token..end],
-            );
-            let pages: &[PageId] = if row.len == 0 { &[] } else { &sequence.pages };
-            let table = &mut arrays.block_tables[i * width..(i + 1) * width];
-            let stable = config.target_pages(sequence.num_committed());
-            self.tables[i].write(table, sequence.residency, pages, stable);
-            token = end;
 
             if row.wants_logits {
-                let wanted = if plan.kind == StepKind::Decode { row.len } else { 1 };
-                for (offset, index) in arrays.logits_indices[logit..logit + wanted].iter_mut().enumerate() {
-                    *index = (token - wanted + offset) as i32;
+                let wanted = if decode { row.len } else { 1 };
+                let indices = arrays.logits_indices[logit..logit + wanted].iter_mut();
+                for (index, at) in indices.zip(token - wanted..) {
+                    *index = at as i32;
                 }
                 logit += wanted;
             }
 
-            let draft_end = draft_token + row.draft_len;
-            let draft_seq_len = if row.draft_len == 0 { 0 } else { row.draft_start + row.draft_len };
-            arrays.draft_seq_lens[i] = draft_seq_len as i32;
-            arrays.draft_input_ids[draft_token..draft_end]
-                .copy_from_slice(&sequence.tokens[row.draft_start..row.draft_start + row.draft_len]);
-            write_range(
-                row.draft_start,
-                &sequence.draft.pages,
-                config.draft_block_size,
-                &mut arrays.draft_positions[draft_token..draft_end],
-                &mut arrays.draft_slot_mapping[draft_token..draft_end],
-            );
-            let pages: &[PageId] = if row.draft_len == 0 { &[] } else { &sequence.draft.pages };
-            let table = &mut arrays.draft_block_tables[i * draft_width..(i + 1) * draft_width];
-            let stable = config.draft_pages(sequence.draft.computed);
-            self.draft_tables[i].write(table, sequence.draft.residency, pages, stable);
-            draft_token = draft_end;
+            let table = &mut self.draft_tables[i];
+            if row.draft_len > 0 {
+                let end = draft_token + row.draft_len;
+                let unseen = &sequence.tokens[row.draft_start..row.draft_start + row.draft_len];
+                copy(&mut arrays.draft_input_ids[draft_token..end], unseen);
+                let draft = &sequence.draft;
+                let positions = &mut arrays.draft_positions[draft_token..end];
+                let slots = &mut arrays.draft_slot_mapping[draft_token..end];
+                write_range(row.draft_start, &draft.pages, config.draft_block_size, positions, slots);
+                let stable = stable_pages(&draft.pages, draft.computed, config.draft_block_size);
+                let out = &mut arrays.draft_block_tables[i * draft_width..][..draft_width];
+                table.write(out, draft.residency, &draft.pages, stable);
+                draft_token = end;
+            } else if table.written > 0 {
+                table.write(&mut arrays.draft_block_tables[i * draft_width..][..draft_width], 0, &[], 0);
+            }
 
             info.max_query_len = info.max_query_len.max(row.len);
             info.max_seq_len = info.max_seq_len.max(seq_len);
@@ -257,20 +268,40 @@ impl TableRow {
     }
 }
 
-/// Positions `start..` and their slots.
-fn write_range(start: usize, pages: &[PageId], block_size: usize, positions: &mut [i32], slots: &mut [i32]) {
-    if positions.is_empty() {
-        return;
+/// As `copy_from_slice`, without its call when a few tokens are all there is.
+#[inline]
+fn copy(to: &mut [i32], from: &[i32]) {
+    if to.len() > 16 {
+        to.copy_from_slice(from);
+    } else {
+        for (to, &from) in to.iter_mut().zip(from) {
+            *to = from;
+        }
     }
-    let mut page = start / block_size;
-    let mut offset = start % block_size;
-    for (i, (position, slot)) in positions.iter_mut().zip(slots).enumerate() {
-        *position = (start + i) as i32;
-        *slot = (pages[page] as usize * block_size + offset) as i32;
-        offset += 1;
-        if offset == block_size {
+}
+
+/// Leading pages of a table that cannot change while its residency lasts: those that hold some of its `known` tokens.
+#[inline]
+fn stable_pages(pages: &[PageId], known: usize, block_size: usize) -> usize {
+    // Mostly all of them.
+    if pages.len() * block_size < known + block_size { pages.len() } else { known.div_ceil(block_size) }
+}
+
+/// Positions `start..` and their slots. Positions and slots fit 32 bits (`Config::validate`), whose division is faster.
+#[inline]
+fn write_range(start: usize, pages: &[PageId], block_size: usize, positions: &mut [i32], slots: &mut [i32]) {
+    let block = block_size as u32;
+    let mut page = start as u32 / block;
+    let mut offset = start as u32 % block;
+    let mut base = pages[page as usize] * block;
+    for (position, (at, slot)) in (start as u32..).zip(positions.iter_mut().zip(slots)) {
+        if offset == block {
             offset = 0;
             page += 1;
+            base = pages[page as usize] * block;
         }
+        *at = position.cast_signed();
+        *slot = (base + offset).cast_signed();
+        offset += 1;
     }
 }

@@ -169,7 +169,7 @@ impl Scheduler {
             let row = self.plan.rows[i];
             if self.is_current(&row) {
                 let sequence = &mut self.rows[row.handle];
-                sequence.counters.wasted += std::mem::take(&mut sequence.in_flight);
+                sequence.counters.wasted += std::mem::take(&mut sequence.in_flight) as u32;
                 self.trim(row.handle);
             }
         }

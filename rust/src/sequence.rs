@@ -58,21 +58,22 @@ pub enum RowError {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
     /// Prompt tokens the prefix cache saved at first admission.
-    pub cached: usize,
+    pub cached: u32,
     /// Decode steps the row took part in.
-    pub steps: usize,
+    pub steps: u32,
     /// Drafts verified.
-    pub drafted: usize,
+    pub drafted: u32,
     /// Drafts committed.
-    pub accepted: usize,
+    pub accepted: u32,
     /// Drafts dropped unverified.
-    pub wasted: usize,
+    pub wasted: u32,
     /// Times the row was preempted.
-    pub preempted: usize,
+    pub preempted: u32,
 }
 
 /// The draft model's share of a row. It can be dropped at any time and caught up later.
 #[derive(Clone, Debug, Default)]
+#[repr(C)]
 pub struct DraftState {
     /// Draft block table; empty when the row does not draft.
     pub pages: Vec<PageId>,
@@ -86,46 +87,49 @@ pub struct DraftState {
     pub drops: u32,
 }
 
-/// One row.
+/// One row. The fields that every step looks at come first and share cache lines.
 #[derive(Clone, Debug)]
+#[repr(C, align(64))]
 pub struct Sequence {
-    /// The caller's name for it.
-    pub request_id: i64,
+    /// Names this stay among the running rows; 0 while not running. A step's late result carries it.
+    pub residency: u64,
+    /// Committed tokens: prompt, then output.
+    pub tokens: Vec<i32>,
+    /// Target block table.
+    pub pages: Vec<PageId>,
     /// Index into the shard table.
     pub shard: u32,
     /// Where it stands.
     pub status: SequenceStatus,
-    /// The prompt, shared with the waiting queue; moved into `tokens` when admission is first tried.
-    prompt: Option<Arc<[i32]>>,
-    /// Committed tokens: prompt, then output.
-    pub tokens: Vec<i32>,
-    /// Tokens of the prompt.
-    pub num_prompt: usize,
-    /// Most output tokens.
-    pub max_tokens: usize,
     /// False: always autoregressive.
     pub may_draft: bool,
-    /// Stop conditions.
-    pub stop: StopConditions,
+    /// Tokens of the prompt.
+    pub num_prompt: usize,
+    /// The draft model's share.
+    pub draft: DraftState,
+    /// Most output tokens.
+    pub max_tokens: usize,
     /// Committed tokens whose target KV is in the pages.
     pub num_computed: usize,
-    /// Target block table.
-    pub pages: Vec<PageId>,
+    /// Drafts of the outstanding step.
+    pub in_flight: usize,
+    /// Open round of the shadow scorer.
+    pub shadow: Option<Box<Shadow>>,
+    /// Index of its own n-grams, made when first needed.
+    pub ngram: Option<Box<NgramIndex>>,
+    /// Stop conditions.
+    pub stop: StopConditions,
+    /// What it reports.
+    pub counters: Counters,
     /// Pages from the front that were offered to the prefix cache.
     pub num_published: usize,
     page_hashes: Vec<PageHash>,
-    /// The draft model's share.
-    pub draft: DraftState,
-    /// Names this stay among the running rows; 0 while not running. A step's late result carries it.
-    pub residency: u64,
+    /// The prompt, shared with the waiting queue; moved into `tokens` when admission is first tried.
+    prompt: Option<Arc<[i32]>>,
+    /// The caller's name for it.
+    pub request_id: i64,
     /// Order of first admission, from 1; 0 before.
     pub seniority: u64,
-    /// Drafts of the outstanding step.
-    pub in_flight: usize,
-    /// Index of its own n-grams, made when first needed.
-    pub ngram: Option<Box<NgramIndex>>,
-    /// Open round of the shadow scorer.
-    pub shadow: Option<Box<Shadow>>,
     /// How it ended.
     pub finish: Option<FinishReason>,
     /// Why, if by an error.
@@ -134,8 +138,6 @@ pub struct Sequence {
     pub stop_token: Option<i32>,
     /// Bytes of text before the stop string.
     pub text_cut: Option<usize>,
-    /// What it reports.
-    pub counters: Counters,
 }
 
 impl Sequence {
@@ -228,7 +230,7 @@ impl Sequence {
     /// Accepted share of its drafts, with one success and one failure lent to every row.
     #[must_use]
     pub fn acceptance(&self) -> f64 {
-        (self.counters.accepted + 1) as f64 / (self.counters.drafted + 2) as f64
+        f64::from(self.counters.accepted + 1) / f64::from(self.counters.drafted + 2)
     }
 }
 

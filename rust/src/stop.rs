@@ -70,28 +70,42 @@ impl StopConditions {
         Self { min_tokens, ignore_eos, tokens, strings, text: Vec::new() }
     }
 
-    /// Takes the row's next output token, the `num_output`-th (from 1), and says whether the row ends with it.
-    /// Of several stop strings completed by one token, the one that starts first cuts the text.
-    pub fn push(
+    /// Takes the row's next output tokens, after `num_output` earlier ones. How many there are up to the one that ends
+    /// the row, and what ended it; `None` when none of them does.
+    pub fn scan(
         &mut self,
-        token: i32,
+        tokens: &[i32],
         num_output: usize,
         eos: &[i32],
         bytes: Option<&TokenBytes>,
-    ) -> Option<StopMatch> {
-        let before = self.text.len();
-        if !self.strings.is_empty()
-            && let Some(bytes) = bytes
-        {
-            self.text.extend_from_slice(bytes.get(token));
+    ) -> Option<(usize, StopMatch)> {
+        let first = self.min_tokens.saturating_sub(num_output + 1);
+        if self.strings.is_empty() {
+            let tokens = tokens.iter().enumerate().skip(first);
+            let mut stops = tokens.filter(|&(_, &token)| self.is_stop_token(token, eos));
+            return stops.next().map(|(i, &token)| (i + 1, StopMatch::Token(token)));
         }
-        if num_output < self.min_tokens {
-            return None;
+        for (i, &token) in tokens.iter().enumerate() {
+            let before = self.text.len();
+            self.text.extend_from_slice(bytes.map_or(&[], |bytes| bytes.get(token)));
+            if i < first {
+                continue;
+            }
+            if self.is_stop_token(token, eos) {
+                return Some((i + 1, StopMatch::Token(token)));
+            }
+            // Of several stop strings completed by one token, the one that starts first cuts the text.
+            let cuts = self.strings.iter().filter_map(|stop| self.find_from(before, stop));
+            if let Some(cut) = cuts.min() {
+                return Some((i + 1, StopMatch::Text(cut)));
+            }
         }
-        if (!self.ignore_eos && eos.contains(&token)) || self.tokens.contains(&token) {
-            return Some(StopMatch::Token(token));
-        }
-        self.strings.iter().filter_map(|stop| self.find_from(before, stop)).min().map(StopMatch::Text)
+        None
+    }
+
+    #[inline]
+    fn is_stop_token(&self, token: i32, eos: &[i32]) -> bool {
+        (!self.ignore_eos && eos.contains(&token)) || self.tokens.contains(&token)
     }
 
     /// Start of the first occurrence of `stop` that ends past the first `before` bytes.
@@ -119,7 +133,15 @@ mod tests {
 
     fn run(stop: &mut StopConditions, tokens: &[i32]) -> Option<(usize, StopMatch)> {
         let bytes = letters();
-        tokens.iter().enumerate().find_map(|(i, &t)| stop.push(t, i + 1, &[9], Some(&bytes)).map(|m| (i + 1, m)))
+        // In pieces, as a speculative run gives them.
+        let mut done = 0;
+        for piece in tokens.chunks(3) {
+            if let Some((count, found)) = stop.scan(piece, done, &[9], Some(&bytes)) {
+                return Some((done + count, found));
+            }
+            done += piece.len();
+        }
+        None
     }
 
     fn strings(stops: &[&str]) -> StopConditions {

@@ -132,7 +132,7 @@ fn check_answer(setting: &Setting, config: &Config, spec: &Spec, row: &FinishedR
     if row.request_id != id || row.shard != spec.shard || row.num_prompt != spec.prompt.len() {
         return fail("rows are mixed up".into());
     }
-    if row.counters.accepted > row.counters.drafted || row.counters.accepted > row.tokens.len() {
+    if row.counters.accepted > row.counters.drafted || row.counters.accepted as usize > row.tokens.len() {
         return fail("counts do not add up".into());
     }
     match row.error {

@@ -132,7 +132,7 @@ impl Scheduler {
         if sequence.seniority == 0 {
             self.last_seniority += 1;
             sequence.seniority = self.last_seniority;
-            sequence.counters.cached = cached * block_size;
+            sequence.counters.cached = (cached * block_size) as u32;
         }
         self.last_residency += 1;
         sequence.residency = self.last_residency;

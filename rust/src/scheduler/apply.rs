@@ -128,15 +128,14 @@ impl Scheduler {
     }
 
     fn apply_decode(&mut self, row: &RowPlan, tokens: &[i32], num_draft: usize) {
-        let before = self.rows[row.handle].num_committed();
-        let verified = tokens.len() - 1;
+        let before = row.start + 1;
         let (committed, finish) = self.commit(row, tokens);
-        let accepted = committed.min(verified);
+        let accepted = committed.min(tokens.len() - 1);
         let sequence = &mut self.rows[row.handle];
         sequence.in_flight = 0;
         sequence.counters.steps += 1;
-        sequence.counters.drafted += num_draft;
-        sequence.counters.accepted += accepted;
+        sequence.counters.drafted += num_draft as u32;
+        sequence.counters.accepted += accepted as u32;
         // KV is right for the token before the drafts and for accepted drafts; what follows is overwritten.
         sequence.num_computed = before + accepted;
         if row.draft_len > 0 && num_draft > 0 && !sequence.draft.pages.is_empty() {
@@ -153,36 +152,46 @@ impl Scheduler {
     /// Appends tokens up to the one that ends the row; returns how many, and whether the row ends.
     fn commit(&mut self, row: &RowPlan, tokens: &[i32]) -> (usize, Option<FinishReason>) {
         let sequence = &mut self.rows[row.handle];
+        let num_output = sequence.num_output();
+        let room = (sequence.max_tokens - num_output).min(self.config.max_model_len - sequence.num_committed());
+        let tokens = &tokens[..tokens.len().min(room)];
+        let stop = sequence.stop.scan(tokens, num_output, &self.config.eos_token_ids, self.token_bytes.as_ref());
+        let count = stop.map_or(tokens.len(), |(count, _)| count);
         let counted_anyway = row.asked && self.plan.method == Method::Ngram;
-        let shadow_k = if counted_anyway { 0 } else { self.shadow_k };
-        if shadow_k == 0 {
+        if self.shadow_k > 0 && !counted_anyway {
+            self.observe(row.handle, &tokens[..count]);
+        } else {
             sequence.shadow = None;
+            sequence.tokens.extend_from_slice(&tokens[..count]);
         }
-        for (i, &token) in tokens.iter().enumerate() {
-            if shadow_k > 0 {
-                let (shortest, longest) = (self.config.ngram_min, self.config.ngram_max);
-                let index = sequence.ngram.get_or_insert_with(|| Box::new(NgramIndex::new(shortest, longest)));
-                let shadow = sequence.shadow.get_or_insert_default();
-                if let Some(round) = shadow.observe(index, &sequence.tokens, token, shadow_k) {
-                    self.shards.record_shadow(sequence.shard, round, self.config.max_speculative_tokens);
-                }
+        let sequence = &mut self.rows[row.handle];
+        let finish = match stop {
+            Some((_, StopMatch::Token(token))) => {
+                sequence.stop_token = Some(token);
+                Some(FinishReason::Stop)
+            }
+            Some((_, StopMatch::Text(cut))) => {
+                sequence.text_cut = Some(cut);
+                Some(FinishReason::Stop)
+            }
+            None if count == room => Some(FinishReason::Length),
+            None => None,
+        };
+        (count, finish)
+    }
+
+    /// Appends tokens, each seen by the shadow scorer first.
+    fn observe(&mut self, handle: Handle, tokens: &[i32]) {
+        let sequence = &mut self.rows[handle];
+        let (shortest, longest) = (self.config.ngram_min, self.config.ngram_max);
+        let index = sequence.ngram.get_or_insert_with(|| Box::new(NgramIndex::new(shortest, longest)));
+        let shadow = sequence.shadow.get_or_insert_default();
+        for &token in tokens {
+            if let Some(round) = shadow.observe(index, &sequence.tokens, token, self.shadow_k) {
+                self.shards.record_shadow(sequence.shard, round, self.config.max_speculative_tokens);
             }
             sequence.tokens.push(token);
-            let num_output = sequence.tokens.len() - sequence.num_prompt;
-            let stop = sequence.stop.push(token, num_output, &self.config.eos_token_ids, self.token_bytes.as_ref());
-            let full = num_output >= sequence.max_tokens || sequence.tokens.len() >= self.config.max_model_len;
-            if let Some(stop) = stop {
-                sequence.stop_token = Some(token);
-                if let StopMatch::Text(cut) = stop {
-                    sequence.stop_token = None;
-                    sequence.text_cut = Some(cut);
-                }
-                return (i + 1, Some(FinishReason::Stop));
-            } else if full {
-                return (i + 1, Some(FinishReason::Length));
-            }
         }
-        (tokens.len(), None)
     }
 
     /// Ends the row, or gives back what its rejected drafts had reserved.

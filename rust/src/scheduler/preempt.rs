@@ -37,7 +37,7 @@ impl Scheduler {
         sequence.num_computed = 0;
         sequence.num_published = 0;
         sequence.residency = 0;
-        sequence.counters.wasted += std::mem::take(&mut sequence.in_flight);
+        sequence.counters.wasted += std::mem::take(&mut sequence.in_flight) as u32;
     }
 
     /// Gives a row's draft pages back; returns how many.
@@ -88,9 +88,13 @@ impl Scheduler {
     /// Gives back pages past the committed tokens: what rejected drafts had reserved.
     pub(super) fn trim(&mut self, handle: Handle) {
         let sequence = &mut self.rows[handle];
-        let keep = self.config.target_pages(sequence.num_committed());
-        self.pool.truncate(&mut sequence.pages, keep);
-        let keep = self.config.draft_pages(sequence.draft.computed);
-        self.pool.truncate(&mut sequence.draft.pages, keep);
+        let committed = sequence.num_committed();
+        if (sequence.pages.len() - 1) * self.config.block_size >= committed {
+            self.pool.truncate(&mut sequence.pages, self.config.target_pages(committed));
+        }
+        if !sequence.draft.pages.is_empty() {
+            let keep = self.config.draft_pages(sequence.draft.computed);
+            self.pool.truncate(&mut sequence.draft.pages, keep);
+        }
     }
 }

@@ -27,7 +27,6 @@ impl Scheduler {
         self.plan.method = method;
         for i in 0..self.running.len() {
             let row = self.plan_row(self.running[i], method, self.wanted_drafts[i]);
-            self.rows[row.handle].in_flight = row.drafts;
             self.plan.rows.push(row);
         }
     }
@@ -37,6 +36,9 @@ impl Scheduler {
     fn reserve_last_token(&mut self, handle: Handle) {
         loop {
             let sequence = &mut self.rows[handle];
+            if sequence.pages.len() * self.config.block_size >= sequence.num_committed() {
+                return;
+            }
             let pages = self.config.target_pages(sequence.num_committed());
             if self.pool.extend(&mut sequence.pages, pages, Tenant::Target).is_some() {
                 return;
@@ -78,7 +80,6 @@ impl Scheduler {
 
     /// Plans one row with up to `k` drafts.
     fn plan_row(&mut self, handle: Handle, method: Method, k: usize) -> RowPlan {
-        let committed = self.rows[handle].num_committed();
         let proposal_start = self.plan.proposals.len();
         let mut drafts = match method {
             _ if k == 0 => 0,
@@ -88,23 +89,19 @@ impl Scheduler {
         };
         let mut asked = drafts > 0 || (method == Method::Ngram && k > 0);
         if drafts > 0 {
-            let pages = self.config.target_pages(committed + drafts);
-            let table = &mut self.rows[handle].pages;
-            let pages = pages.min(table.len() + self.pool.available());
-            let extended = self.pool.extend(table, pages, Tenant::Target);
-            debug_assert!(extended.is_some(), "no more than what is available was asked for");
-            drafts = drafts.min(pages * self.config.block_size - committed);
+            drafts = drafts.min(self.reserve_target(handle, drafts));
             asked = drafts > 0;
             if method == Method::Ngram {
                 self.plan.proposals.truncate(proposal_start + drafts);
             }
         }
-        let sequence = &self.rows[handle];
+        let sequence = &mut self.rows[handle];
+        sequence.in_flight = drafts;
         let draft_len = if method == Method::Draft && drafts > 0 { sequence.draft_gap() } else { 0 };
         RowPlan {
             handle,
             residency: sequence.residency,
-            start: committed - 1,
+            start: sequence.num_committed() - 1,
             len: 1 + drafts,
             drafts,
             asked,
@@ -113,6 +110,21 @@ impl Scheduler {
             draft_len,
             proposal_start,
         }
+    }
+
+    /// Lengthens the row's table for up to `drafts` drafts, as far as the pool goes; returns how many have a slot.
+    fn reserve_target(&mut self, handle: Handle, drafts: usize) -> usize {
+        let sequence = &mut self.rows[handle];
+        let committed = sequence.num_committed();
+        let slots = sequence.pages.len() * self.config.block_size;
+        if slots >= committed + drafts {
+            return drafts;
+        }
+        let missing = self.config.target_pages(committed + drafts - slots).min(self.pool.available());
+        let pages = sequence.pages.len() + missing;
+        let extended = self.pool.extend(&mut sequence.pages, pages, Tenant::Target);
+        debug_assert!(extended.is_some(), "no more than what is available was asked for");
+        pages * self.config.block_size - committed
     }
 
     fn propose_ngram(&mut self, handle: Handle, k: usize) -> usize {

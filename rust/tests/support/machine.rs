@@ -30,7 +30,7 @@ struct Page {
 struct Row {
     spec: Spec,
     tokens: Vec<i32>,
-    preempted: usize,
+    preempted: u32,
 }
 
 pub struct Machine {
