@@ -15,17 +15,20 @@ from specbatch import help as pages
 from specbatch.commands import BY_COMMAND, COMMANDS, CommandSpec
 from specbatch.errors import ExitCode, SpecbatchError, UsageError
 from specbatch.options import OptionSpec
-from specbatch.streams import SafeStream, silence_broken_streams
+from specbatch.streams import SafeStream, printable, silence_broken_streams
 
 if TYPE_CHECKING:
     import typer
+
+
+COMPLETION = "_SPECBATCH_COMPLETE"  # set by the shell when it asks what a word may become
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code and never raises, but for SystemExit from the interpreter itself."""
     args = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        page = pages.quick_answer(args)
+        page = None if COMPLETION in os.environ else pages.quick_answer(args)
         if page is not None:
             SafeStream(sys.stdout).line(page)
             return ExitCode.OK
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def complain(error: SpecbatchError) -> int:
     """Say what is wrong on stderr, in one or two lines. Returns the exit code."""
     stream = SafeStream(sys.stderr)
-    stream.line(f"error: {error.message}")
+    stream.line(f"error: {printable(error.message)}")
     if error.hint:
         stream.line(f"hint: {error.hint}")
     return int(error.exit_code)
@@ -189,7 +192,17 @@ def _inspect(values: dict[str, Any], outputs: list[str]) -> int:
     return inspect_output(outputs[0], decisions=bool(values["decisions"]), as_json=bool(values["json"]))
 
 
-_HANDLERS: dict[str, Callable[[dict[str, Any], list[str]], int]] = {"run": _run, "inspect": _inspect}
+def _doctor(values: dict[str, Any], nothing: list[str]) -> int:
+    from specbatch.doctor_command import examine
+
+    return examine(self_test=values["self-test"] is not False, as_json=bool(values["json"]))
+
+
+_HANDLERS: dict[str, Callable[[dict[str, Any], list[str]], int]] = {
+    "run": _run,
+    "inspect": _inspect,
+    "doctor": _doctor,
+}
 
 
 if __name__ == "__main__":

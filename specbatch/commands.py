@@ -60,5 +60,17 @@ INSPECT: Final = CommandSpec(
     ),
 )
 
-COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT)
+DOCTOR: Final = CommandSpec(
+    "doctor",
+    "Try what works on this machine: devices, attention backends, graphs, speculation.",
+    "",
+    "",
+    (
+        OptionSpec("self-test", "Options", "switch", "self_test", "Leave out the test of speculation.", off=True),
+        _JSON,
+    ),
+    (("specbatch doctor", "before the first night on a new machine"),),
+)
+
+COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT, DOCTOR)
 BY_COMMAND: Final[dict[str, CommandSpec]] = {command.name: command for command in COMMANDS}

@@ -23,15 +23,14 @@ from specbatch.errors import SpecbatchError
 from specbatch.job.options import JobEvents, JobPlan, JobProgress, JobResult
 from specbatch.job.report import report
 from specbatch.job.summary import final_line
-from specbatch.lines import printable
 from specbatch.meter import Meter, Reading
-from specbatch.streams import SafeStream
+from specbatch.streams import SafeStream, printable
 from specbatch.units import format_count, format_duration, format_percent, format_rate
 
 REFRESH_PER_SECOND = 2.0
 WIDE, NARROW, TALL = 64, 34, 9  # columns for the full block, for two lines; screen lines for the full block
 PIPE_WIDTH = 160  # columns where there is no terminal to ask
-LABEL = 8  # columns of the words at the left
+LABEL = 10  # columns of the words at the left
 GENERATING = "generating"
 
 
@@ -45,6 +44,15 @@ def make_console(stream: SafeStream) -> Console:
         soft_wrap=False,
         emoji=False,
     )
+
+
+def print_page(stream: SafeStream, draw: Callable[[Console], None]) -> None:
+    """Everything `draw` prints, without the blanks that pad table rows."""
+    console = make_console(stream)
+    with console.capture() as captured:
+        draw(console)
+    for line in captured.get().splitlines():
+        stream.line(line.rstrip())
 
 
 class RunDisplay:
@@ -84,7 +92,7 @@ class RunDisplay:
             yield Text(f"{short} {left}"[: max(width - 1, 1)], no_wrap=True, overflow="crop")
 
     def _block(self, reading: Reading, options: ConsoleOptions) -> Table:
-        """Always six lines, always in the same places: nothing jumps."""
+        """A blank and six lines, always in the same places: nothing jumps."""
         rows = f"{format_count(reading.rows_done)} of {wording.plural(reading.rows_total, 'row')}"
         body = Table.grid(padding=(0, 2, 0, 0))
         body.add_column(style="dim", no_wrap=True, width=LABEL)
@@ -93,6 +101,7 @@ class RunDisplay:
         for label, parts in _figures(reading):
             body.add_row(label, Text(", " if options.ascii_only else " · ").join(parts))
         block = Table.grid()
+        block.add_row("")
         block.add_row(_bar(reading, options.max_width, f" {format_percent(reading.share):>5}  {rows}"))
         block.add_row(body)
         return block
@@ -196,7 +205,10 @@ class LiveEvents(JobEvents):
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_column(style=style or "dim", no_wrap=True, width=LABEL)
         line.add_column(overflow="fold")
-        line.add_row(head, Text(rest)) if len(head) <= LABEL else line.add_row("", Text(f"{head}: {rest}", style=style))
+        if len(head) <= LABEL:
+            line.add_row(head, Text(rest))
+        else:
+            line.add_row("", Text(f"{head}: {rest}", style=style))
         self.console.print(line)
 
     def plan(self, plan: JobPlan) -> None:
@@ -236,5 +248,5 @@ def print_summary(stream: SafeStream, result: JobResult) -> None:
     if any(shard.mode for shard in shards):
         console.print(shard_table(shards, console.width, put_together=True))
     style = {0: "green", 3: "yellow", 5: "yellow"}.get(result.exit_code, "red")
-    head, colon, rest = final_line(result).partition(":")
+    head, colon, rest = printable(final_line(result)).partition(":")
     console.print(Text.assemble((head, style), colon, rest), soft_wrap=True)

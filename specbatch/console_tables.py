@@ -17,7 +17,7 @@ from specbatch.job.report import RunReport, ShardReport
 from specbatch.units import format_bytes, format_count, format_duration, format_percent, format_rate
 
 FEW_SHARDS = 12  # in a summary, more are put together by mode
-LABEL = 8
+LABEL = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +195,9 @@ def _grid(lines: Iterable[tuple[str, Text]]) -> Table:
     for label, text in lines:
         grid.add_row(label, text)
     return grid
+
+
+def print_lines(console: Console, lines: Iterable[tuple[str, str, str]]) -> None:
+    """Labelled lines; the third says how one is to be taken: "good", "bad" or ""."""
+    styles = {"good": "green", "bad": "yellow"}
+    console.print(_grid((label, Text(words, style=styles.get(state, ""))) for label, words, state in lines))

@@ -29,7 +29,11 @@ EXIT_CODES = (
     ("130, 143", "after INT or TERM, drained"),
     ("1", "anything unexpected"),
 )
-_ROOT_OPTIONS = (("--version", "Print the version."), ("-h, --help", "This page; `specbatch COMMAND --help` for more."))
+_ROOT_OPTIONS = (
+    ("--version", "Print the version."),
+    ("--install-completion", "Complete commands and options in this shell."),
+    ("-h, --help", "This page; `specbatch COMMAND --help` for more."),
+)
 
 
 def quick_answer(args: Sequence[str]) -> str | None:

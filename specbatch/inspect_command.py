@@ -18,15 +18,8 @@ def inspect_output(output: str, *, decisions: bool, as_json: bool) -> int:
     if as_json:
         stdout.line(json.dumps(found.to_dict(decisions=decisions)))
         return ExitCode.OK
-    from specbatch.console import make_console
+    from specbatch.console import print_page
     from specbatch.console_tables import print_decisions, print_report
 
-    console = make_console(stdout)
-    with console.capture() as captured:
-        if decisions:
-            print_decisions(console, found)
-        else:
-            print_report(console, found)
-    for line in captured.get().splitlines():
-        stdout.line(line.rstrip())
+    print_page(stdout, lambda console: (print_decisions if decisions else print_report)(console, found))
     return ExitCode.OK

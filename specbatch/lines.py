@@ -14,7 +14,7 @@ from typing import Literal
 from specbatch import wording
 from specbatch.job.options import JobEvents, JobPlan, JobProgress
 from specbatch.meter import Meter
-from specbatch.streams import SafeStream
+from specbatch.streams import SafeStream, printable
 
 
 class Log:
@@ -44,11 +44,6 @@ class Log:
         else:
             stamp = self._now().strftime("%Y-%m-%d %H:%M:%S ") if self._timestamps else ""
             self.stream.line(stamp + printable(message))
-
-
-def printable(text: str) -> str:
-    """The text on one line and without control codes, whatever a file name or a message brought in."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class LineEvents(JobEvents):

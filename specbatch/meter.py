@@ -72,11 +72,15 @@ class Meter:
 
     def __init__(self) -> None:
         self._points: deque[_Point] = deque()
+        self._loading = True  # no step of an engine was seen yet
 
     def read(self, progress: JobProgress, now: float) -> Reading:
         """The figures at time `now` (seconds, monotonic)."""
         engine = progress.engine or EngineProgress()
         point = _Point(now, progress.rows_done, engine.completion_tokens, engine.drafted, engine.accepted)
+        if progress.engine is not None and self._loading:
+            self._points.clear()  # rates are of generation: the time before the first step does not count
+            self._loading = engine.steps == 0 and engine.completion_tokens == 0
         self._remember(point, progress.elapsed)
         recent = self._since(now - RECENT)
         seconds = now - recent.time

@@ -18,8 +18,10 @@ from typing import Any
 
 from specbatch import __version__, config, wording
 from specbatch.config import Settings
-from specbatch.errors import DiskFull, ExitCode, OutOfMemory, SpecbatchError, UsageError
-from specbatch.streams import SafeStream, is_smart
+from specbatch.errors import DiskFull, ExitCode, OutOfMemory, ResourceError, SpecbatchError, UsageError
+from specbatch.streams import SafeStream, is_smart, printable
+
+_BAD_PATH = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR)
 
 
 def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
@@ -45,10 +47,12 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
             from specbatch.dry_run import dry_run
 
             return dry_run(options, settings)
+        _require_folder(options.view.metrics_file)
         return _run_job(settings, options, ending)
     except SpecbatchError as error:
         return ending.failed(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before the job took the signals over
+        SafeStream(sys.stderr).line("interrupted before anything was computed [exit 130]")
         return ExitCode.INTERRUPTED
     except Exception as error:
         return ending.failed(_unexpected(error))
@@ -98,6 +102,12 @@ def _print_config(settings: Settings, *, as_json: bool) -> int:
     return ExitCode.OK
 
 
+def _require_folder(metrics_file: Path | None) -> None:
+    """The night is too long to find out at its end that the metrics have no place to go."""
+    if metrics_file is not None and not os.access(metrics_file.absolute().parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--metrics-file {metrics_file}: its directory is not there or cannot be written to")
+
+
 def _confirm_restart(output: Path) -> None:
     """On a terminal, ask before finished rows are discarded; a script that says --restart means it."""
     from specbatch.job.manifest import Manifest
@@ -125,6 +135,10 @@ def _unexpected(error: Exception) -> SpecbatchError:
         return OutOfMemory("out of memory", hint="fewer rows at once (--max-num-seqs) or less KV (--kv-memory)")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"no space left: {error}", hint="free some space and run again: finished rows are kept")
+    if isinstance(error, OSError) and error.errno is not None:
+        name = "" if error.filename is None else f"{error.filename}: "
+        kind = UsageError if error.errno in _BAD_PATH else ResourceError
+        return kind(f"{name}{os.strerror(error.errno)}")
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     hint = "this is a defect: set SPECBATCH_DEBUG=1 and run again for the traceback; finished rows are kept"
@@ -150,7 +164,7 @@ class Ending:
 
             print_summary(stderr, result)
         elif not self.log_json:
-            stderr.line(summary.final_line(result))
+            stderr.line(printable(summary.final_line(result)))
         content = summary.result_object(result, version=__version__, settings=config.as_dict(settings))
         if self.log_json:
             self._log("end", summary.final_line(result), content)
@@ -165,9 +179,9 @@ class Ending:
             self._log("error", error.message, content)
         else:
             stderr = SafeStream(sys.stderr)
-            stderr.line(f"error: {error.message}")
+            stderr.line(f"error: {printable(error.message)}")
             if error.hint:
-                stderr.line(f"hint: {error.hint}")
+                stderr.line(f"hint: {printable(error.hint)}")
         return self._deliver(content, None, int(error.exit_code))
 
     def _log(self, event: str, message: str, content: Mapping[str, Any]) -> None:

@@ -106,6 +106,7 @@ _IDLE: Final[tuple[_Pair, ...]] = (
     (("num-speculative-tokens", "verification"), "speculate", lambda s: s.value("speculate") == "off",
      "nothing is drafted"),
     (("log-interval",), "progress", lambda s: s.value("progress") in ("none", "bar"), "no lines are printed"),
+    (("show",), "log-format", lambda s: s.value("log-format") == "json", "every line on stderr is an object"),
     (("compression",), "format", lambda s: s.value("format") == "openai-batch", "JSON lines are not compressed"),
     (("system",), "chat", lambda s: s.value("chat") == "off", "prompts are used as they are"),
 )  # fmt: skip
@@ -149,7 +150,7 @@ def _make(settings: Settings, part: str, make: Callable[[], Any]) -> Any:
 def _in_words_of_user(settings: Settings, part: str, message: str) -> str:
     """Field names (max_tokens) and flags (--max-tokens) become what the user wrote (SPECBATCH_MAX_TOKENS)."""
     labels = {f"--{name}": settings.label(name) for name in BY_NAME}
-    if part in ("sampling", "engine"):
+    if part != "job":
         for spec in BY_FIELD.values():
             if spec.field.startswith(f"{part}."):
                 labels[spec.field.partition(".")[2]] = settings.label(spec.name)

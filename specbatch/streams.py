@@ -82,6 +82,11 @@ class SafeStream:
         return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 
+def printable(text: str) -> str:
+    """The text on one line and without control codes, whatever a file name or a message brought in."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def is_smart(stream: SafeStream, environ: Mapping[str, str]) -> bool:
     """A terminal that can redraw lines: not a file, not TERM=dumb or unknown."""
     return stream.isatty() and environ.get("TERM", "") not in ("", "dumb", "unknown")

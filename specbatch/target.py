@@ -87,7 +87,7 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
         resolved = context.resolved.get("dtype")
         chosen = replace(options, dtype=resolved) if options.dtype == "auto" and resolved else options  # type: ignore[arg-type]
         try:
-            return make_engine(chosen, log_decision=context.log_decision, tokenizer=tokenizer)
+            return make_engine(chosen, log_decision=context.log_decision, tokenizer=tokenizer, say=context.say)
         except ValueError as error:
             raise UsageError(str(error)) from error
 

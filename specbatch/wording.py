@@ -93,7 +93,9 @@ def engine_lines(description: Mapping[str, Any]) -> list[str]:
 
 
 def _short_path(path: object) -> str:
-    """The last part of a folder's path is its name for people."""
+    """The last part of a folder's path is its name for people; what ships in this package is "built-in"."""
+    if Path(str(path)).is_relative_to(Path(__file__).parent):
+        return "built-in"
     return Path(str(path)).name or str(path)
 
 

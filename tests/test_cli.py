@@ -196,6 +196,29 @@ def test_what_runs_out_is_a_resource_not_a_defect(
         assert "hint:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-o", "prompts.parquet/sub"], 2, "prompts.parquet/sub"),
+        (["-o", "x" * 300], 2, "File name too long"),
+        (["-o", "prompts.parquet"], 2, "is a file"),
+        (["--metrics-file", "no/such/x.prom"], 2, "--metrics-file no/such/x.prom: its directory is not there"),
+    ],
+)
+def test_places_that_cannot_be_written_to_are_no_defects(
+    prompts: str, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", prompts, "--model", "stand-in", *arguments]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "defect" not in error
+
+
+def test_a_name_with_a_line_break_stays_on_its_line(prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", prompts, "--model", "stand-in", "-o", "a\nb\x1b[31m"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("done: 2 of 2 rows in a\\nb\\x1b[31m, ")
+
+
 def test_run_and_inspect_end_to_end(prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", prompts, "--model", "stand-in", "--json", "--metrics-file", "m.prom"]) == 0
     out, err = capsys.readouterr()
@@ -213,3 +236,12 @@ def test_run_and_inspect_end_to_end(prompts: str, tmp_path: Path, capsys: pytest
     assert main(["run", prompts, "--model", "stand-in", "--seed", "1"]) == 12
     assert "seed" in capsys.readouterr().err
     assert "specbatch_last_exit_code" in (tmp_path / "m.prom").read_text()
+
+
+def test_shells_can_complete_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_SPECBATCH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "specbatch run --max-t")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["--max-tokens"]

@@ -140,8 +140,10 @@ def test_a_wrong_value_names_option_value_and_what_is_allowed(name: str, raw: ob
 
 EVERY: dict[str, object] = {
     "output": "o", "format": "parquet", "keep-columns": ["a,b"], "output-prefix": "sb_", "output-token-ids": True,
-    "logprobs": True, "compression": "snappy", "shard-rows": "7", "prompt-column": "p", "chat": "on", "system": "be brief",
-    "params-column": "q", "limit": "3", "overlong": "skip", "max-row-bytes": "1MiB", "max-tokens": "9", "min-tokens": "1",
+    "logprobs": True, "compression": "snappy", "shard-rows": "7", "prompt-column": "p", "chat": "on",
+    "system": "be brief",
+    "params-column": "q", "limit": "3", "overlong": "skip", "max-row-bytes": "1MiB", "max-tokens": "9",
+    "min-tokens": "1",
     "temperature": "0.5", "top-k": "4", "top-p": "0.9", "min-p": "0.1", "repetition-penalty": "1.1",
     "presence-penalty": "-0.5", "frequency-penalty": "0.5", "logit-bias": ["3=-100"], "seed": "5", "stop": ["a\n\"b"],
     "stop-token-id": ["2"], "ignore-eos": True, "n": "2", "model": "m", "draft-model": "d", "device": "cuda",
@@ -150,7 +152,8 @@ EVERY: dict[str, object] = {
     "max-num-seqs": "8", "max-num-batched-tokens": "99", "max-model-len": "77", "kv-memory": "25%", "block-size": "8",
     "prefix-cache": False, "cuda-graphs": "off", "tokenizer-threads": "3", "read-ahead-rows": "11", "restart": True,
     "reuse": ["x", "y"], "deduplicate": False, "max-duration": "1h", "grace": "5s", "stall-timeout": "1m",
-    "wait-lock": "2s", "max-errors": "4", "max-error-rate": "0.5", "yes": True, "show": "2", "json": True, "progress": "line",
+    "wait-lock": "2s", "max-errors": "4", "max-error-rate": "0.5", "yes": True, "show": "2", "json": True,
+    "progress": "line",
     "log-interval": "9s", "log-format": "text", "metrics-file": "m.prom", "dry-run": True,
 }  # fmt: skip
 # Options that contradict one of the above; tested with the others in test_a_options.py.

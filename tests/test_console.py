@@ -18,10 +18,10 @@ from specbatch.console import GENERATING, LiveEvents, RunDisplay, print_summary
 from specbatch.console_tables import shard_table
 from specbatch.job.options import JobPlan, JobProgress
 from specbatch.job.report import ShardReport
-from specbatch.lines import LineEvents, Log, printable
+from specbatch.lines import LineEvents, Log
 from specbatch.meter import Meter
 from specbatch.requests import EngineProgress
-from specbatch.streams import SafeStream, ascii_only, is_smart
+from specbatch.streams import SafeStream, ascii_only, is_smart, printable
 from tests.test_summary import a_result
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -88,7 +88,8 @@ def test_no_line_is_wider_than_the_terminal(encoding: str, changes: dict[str, An
 
 def test_a_wide_terminal_shows_the_same_six_lines_at_any_time() -> None:
     for changes in ({}, {"stopping": "max-duration"}, {"row_errors": 3}, {"rows_done": 900_000}):
-        lines = screen(a_display(**changes), 80)
+        blank, *lines = screen(a_display(**changes), 80)
+        assert blank.strip() == ""
         assert len(lines) == 6
         assert [line.split()[0] for line in lines[1:]] == ["speed", "drafts", "memory", "rows", "time"]
     text = "\n".join(screen(a_display(), 100))
@@ -286,6 +287,26 @@ def test_rates_are_those_of_the_last_seconds_and_time_left_follows_them() -> Non
     assert stalled.seconds_left is not None
     assert reading.seconds_left is not None
     assert stalled.seconds_left > reading.seconds_left
+
+
+def test_the_time_before_the_first_step_does_not_count() -> None:
+    clock, meter = Clock(), Meter()
+    progress = JobProgress(rows_total=1_000_000)
+    for _ in range(100):  # reading and loading, with rows settled without an engine
+        clock.now += 1
+        progress.elapsed = clock.now
+        progress.rows_done += 50
+        reading = meter.read(progress, clock.now)
+    assert reading.seconds_left == pytest.approx(995_000 / 50, rel=0.02)
+    progress.engine = EngineProgress(pages_total=5000)
+    clock.now += 60
+    assert meter.read(progress, clock.now).tokens_per_second is None
+    for _ in range(5):
+        advance(clock, progress, 1)
+        progress.engine.steps += 1
+        reading = meter.read(progress, clock.now)
+    assert reading.tokens_per_second == pytest.approx(570, rel=0.3)
+    assert reading.seconds_left == pytest.approx(995_000 / 130, rel=0.3)
 
 
 def test_nothing_is_claimed_before_there_is_anything_to_go_by() -> None:

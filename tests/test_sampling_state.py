@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from specbatch.engine.logits import adjust_logits
 from specbatch.engine.row_params import RowParams
 from specbatch.engine.sampling_state import SamplingState, row_seed
 from specbatch.sampling_params import SamplingParams
@@ -105,6 +106,33 @@ def test_penalty_counts_start_when_a_row_first_runs_and_end_with_it() -> None:
     rows = take(state, [1], buffers)
     assert int(rows.penalty_slot[0]) == slot  # the slot serves again, emptied
     assert rows.tables.output_counts[slot].sum() == 0
+
+
+def test_penalties_stay_right_while_the_history_grows() -> None:
+    generator = np.random.default_rng(1)
+    state = SamplingState(2, VOCAB)
+    items = [SamplingParams(frequency_penalty=0.5), SamplingParams(repetition_penalty=2.0, presence_penalty=1.0)]
+    put(state, [0, 1], items)
+    buffers = state.new_rows(3)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    out: list[list[int]] = [[], []]
+    for step in range(80):
+        order = [1, 0] if step % 3 else [0, 1]
+        rows = take(state, order, buffers)
+        tokens = generator.integers(0, 8 + step % 12, (2, 5)).astype(np.int32)
+        num_sampled = generator.integers(0, 6, 2).astype(np.int32)
+        state.commit(rows, torch.from_numpy(tokens), torch.from_numpy(num_sampled))
+        for place, handle in enumerate(order):
+            out[handle] += tokens[place, : num_sampled[place]].tolist()
+        rows = take(state, [0, 1, -1], buffers)
+        actual = adjust_logits(logits, rows, torch.arange(3), torch.zeros(3, dtype=torch.int32)).numpy()
+        counts = np.array([np.bincount(tokens, minlength=VOCAB) for tokens in out])
+        first = logits[0].numpy() - 0.5 * counts[0]
+        seen = (counts[1] > 0) | np.isin(np.arange(VOCAB), [1, 2])
+        second = logits[1].numpy()
+        second = np.where(seen, np.where(second > 0, second / 2, second * 2), second) - (counts[1] > 0)
+        np.testing.assert_allclose(actual, [first, second, logits[2].numpy()], rtol=1e-5, atol=1e-5)
+    assert len(out[0]) > 64 < len(out[1])  # several doublings
 
 
 def test_many_requests_come_and_go_without_the_tables_growing() -> None:

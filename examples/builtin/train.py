@@ -27,7 +27,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 SIZES: Final[dict[str, dict[str, Any]]] = {
     "target": {
-        "hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
         "intermediate_size": 320,
     },
     "draft": {

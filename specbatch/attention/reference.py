@@ -22,7 +22,7 @@ PADDING_WASTE = 1.25  # rows share a gather while the longest is at most this mu
 
 @dataclass(slots=True)
 class _Group:
-    """Rows of one query length and a similar context length, computed as one batch. Context is padded to whole pages."""
+    """Rows of one query length and similar context, computed as one batch. Context is padded to whole pages."""
 
     tokens: Tensor  # [rows, query_len] packed token indices
     blocks: Tensor  # [rows, pages] block ids
@@ -93,8 +93,8 @@ def create(device: torch.device, dtype: torch.dtype, needs: object) -> Reference
 def _gather(pages: Tensor, group: _Group) -> Tensor:
     """[rows, kv_heads, context, head_dim] in float32.
 
-    NOTE: past a row's end pages hold bytes of other tenants and dtypes. 0 * NaN is NaN, so they are cleared here, not only
-    masked later.
+    NOTE: past a row's end pages hold bytes of other tenants and dtypes. 0 * NaN is NaN, so they are cleared here, not
+    only masked later.
     """
     gathered = pages[group.blocks].flatten(1, 2).float()
     if group.unfilled is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specbatch.attention import triton_kernels as kernels
-from specbatch.attention.triton_configs import Capability, KernelConfig, pad_to_power
+from specbatch.attention.triton_configs import (
+    Capability,
+    KernelConfig,
+    launchable_configs,
+    pad_to_power,
+    table_rows,
+)
 
 POINTER_TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 _INT32 = ("query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "positions_ptr", "slot_mapping_ptr")
@@ -47,6 +54,21 @@ class Resources:
     @property
     def spills(self) -> bool:
         return self.stack > 0 or self.local > 0
+
+
+def launchable_kernels(capability: Capability, dtype: str) -> Iterator[tuple[int, KernelConfig, Features, int]]:
+    """(head size, configuration, features, block size) of the attend launches the table can lead to on a chip.
+
+    Decoding with pages gathered into a context tile and, for the tile a prompt uses, prefill over both kinds of pages.
+    """
+    itemsize = 4 if dtype == "float32" else 2
+    for head_dim, size, config in launchable_configs(capability):
+        if size != itemsize:
+            continue
+        yield head_dim, config, Features(), 16
+        if config == table_rows(head_dim, itemsize, capability)[-1]:
+            yield head_dim, config, Features(search=True, split=False), 16
+            yield head_dim, config, Features(search=True, split=False), 64
 
 
 def compile_attend(

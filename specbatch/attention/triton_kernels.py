@@ -199,7 +199,7 @@ def attend_kernel(
         first, query_len, seq_len, window, num_splits, min_split_tiles, BLOCK_Q, BLOCK_N, TREE
     )
     split_start = first_tile + split * per_split
-    if split_start >= end_tile:
+    if (split > 0) & (split_start >= end_tile):  # the first split always answers, be it with zeros
         return
     split_end = tl.minimum(split_start + per_split, end_tile)
 

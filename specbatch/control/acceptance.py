@@ -176,9 +176,14 @@ class _Track:
         self.slow: dict[int, _Counts] = {}
         self.fast: dict[int, _Counts] = {}
         self.changes = 0
+        self.known: dict[int, Acceptance] = {}  # estimates by k, until counts change
+
+    def evidence(self) -> float:
+        return sum(counts.rounds for counts in self.slow.values())
 
     def add(self, k: int, sample: AcceptanceSample, half_life: float, weight: float) -> None:
         self.idle = 0.0
+        self.known.clear()
         for memory, rounds in ((self.slow, half_life), (self.fast, half_life / FAST)):
             factor = 0.5 ** (sample.rounds * weight / rounds)
             for counts in memory.values():
@@ -228,6 +233,14 @@ class AcceptanceBook:
     def estimate(self, shard: int, method: int, k: int) -> Acceptance:
         """The posterior for `shard`, `method` at k; a shard never seen gets the prior."""
         track = self._tracks.get((shard, method))
+        if track is None:
+            return self._estimate(None, method, k)
+        known = track.known.get(k)
+        if known is None:
+            known = track.known[k] = self._estimate(track, method, k)
+        return known
+
+    def _estimate(self, track: _Track | None, method: int, k: int) -> Acceptance:
         prior = track.prior if track is not None else self._pool.get(method)
         own = track.slow.get(k) if track is not None else None
         others = _Counts(0)
@@ -257,7 +270,7 @@ class AcceptanceBook:
             accept.append(mean)
             count.append(n)
             before, strength = mean, NEXT_POSITION
-        evidence = self.evidence(shard, method)
+        evidence = track.evidence() if track is not None else 0.0
         stale = 1.0 - 0.5 ** (track.idle / STALE_STEPS) if track is not None else 0.0
         unknown = (SHARD_SD / (1.0 + evidence / SHARD_ROUNDS)) ** 2 + (STALE_SD * stale) ** 2
         return Acceptance(match, match_count, tuple(accept), tuple(count), evidence, unknown)
@@ -265,7 +278,7 @@ class AcceptanceBook:
     def evidence(self, shard: int, method: int) -> float:
         """Rounds counted for the shard and method, decayed."""
         track = self._tracks.get((shard, method))
-        return sum(c.rounds for c in track.slow.values()) if track is not None else 0.0
+        return track.evidence() if track is not None else 0.0
 
     def changes(self, shard: int, method: int) -> int:
         """How often acceptance was found to have changed within the shard."""
@@ -278,6 +291,7 @@ class AcceptanceBook:
         for key, track in self._tracks.items():
             if key not in refreshed:
                 track.idle += steps
+                track.known.clear()
                 for counts in (*track.slow.values(), *track.fast.values()):
                     counts.decay(factor)
 

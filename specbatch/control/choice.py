@@ -17,6 +17,7 @@ class Limits:
     """How eager a controller is. Steps are engine steps; shares are of time."""
 
     switch_gain: float = 0.05  # worth a switch when seen twice in a row
+    switch_k_gain: float = 0.02  # the same between two k of one method, which costs nothing
     steady_gain: float = 0.015  # worth a switch when seen `steady_times` in a row
     steady_times: int = 6
     large_gain: float = 0.25  # shortens the dwell to a quarter
@@ -58,9 +59,10 @@ class ShardState:
         """The mode thought best so far (not the one on probe)."""
         return self.home if self.home is not None else self.arm
 
-    def wants(self, step: int, gain: float, limits: Limits) -> bool:
+    def wants(self, step: int, arm: Arm, gain: float, limits: Limits) -> bool:
         """Whether a best candidate that promises `gain` (log of the ratio) is to be switched to now."""
-        self.strong = self.strong + 1 if gain >= math.log1p(limits.switch_gain) else 0
+        enough = limits.switch_k_gain if arm[0] == self.arm[0] else limits.switch_gain
+        self.strong = self.strong + 1 if gain >= math.log1p(enough) else 0
         self.steady = self.steady + 1 if gain >= math.log1p(limits.steady_gain) else 0
         dwell = self.dwell // 4 if gain >= math.log1p(limits.large_gain) else self.dwell
         if step - self.since < dwell:

@@ -102,6 +102,10 @@ class ControllerOptions:
         return cls(**values)
 
 
+MIN_INTERVAL, MAX_INTERVAL = 4, 32  # steps between evaluations
+CALM_SECONDS, BUSY_SECONDS = 0.15, 0.02  # and at least so long: an evaluation takes about a millisecond
+
+
 class Controller:
     """`--speculate auto`: for each shard AR or one of the speculators, and k, by expected tokens a second.
 
@@ -161,7 +165,9 @@ class Controller:
         self._evaluations += 1
         modes = {shard: state.arm for shard, state in self.states.items()}
         self.known.learn(observation, self._shadow_k, self._probe_k, self._probe_rows, modes)
-        now = situation(observation, self.known.lengths, self.options.block_size, self.options.max_num_seqs)
+        now = situation(
+            observation, self.known.gauges, self.known.lengths, self.options.block_size, self.options.max_num_seqs
+        )
         order = [line[0] for line in sorted(now.shards, key=lambda line: (-line[1], line[0]))]
         for shard in [s for s in self.states if s not in order]:
             del self.states[shard]
@@ -212,7 +218,7 @@ class Controller:
             else:
                 reason = f"{name(tried)} tried: {self._ratio(scores[tried], incumbent)} of {name(state.arm)}"
         elif best.arm != state.arm:
-            if state.wants(step, gain, limits):
+            if state.wants(step, best.arm, gain, limits):
                 state.switch(step, best.arm, limits)
                 reason = f"{self._words(best, scores)}"
             elif state.strong:
@@ -222,7 +228,6 @@ class Controller:
         if not reason:
             self._want_teacher_forced(shard, state, step, now, scorer, scores)
             reason = self._consider_probe(shard, state, step, now, scorer, scores) or self._words(incumbent, scores)
-        self._remember(shard, scores, state, reason)
         return self._answer(shard, state, before, reason, scores)
 
     def _first(self, scores: Mapping[Arm, Score]) -> Arm:
@@ -254,6 +259,8 @@ class Controller:
         for score in scores.values():
             if score.arm == state.arm or not state.may_probe(step, score.arm):
                 continue
+            if score.arm[0] == METHOD_DRAFT and known.coverage < 0.3:  # no page to draft with: nothing would be learned
+                continue
             gain, sd = scorer.gain(score, incumbent, trying=True)
             ways = 0.0  # filling the draft's KV, on the way there or on the way back
             if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
@@ -267,7 +274,7 @@ class Controller:
             return ""
         self.probe_spent += best_loss
         self._settled = False
-        patience = 32
+        patience = 4 * steps
         if best.arm[0] == METHOD_DRAFT:
             patience += math.ceil(rows * now.context / CATCH_UP_CHUNK)
         state.probe(step, best.arm, steps, known.arm_steps.get(best.arm, 0), patience)
@@ -370,9 +377,10 @@ class Controller:
             if s.home is not None
         ]
         young = known.decode_steps < 48
-        self._interval = 4 if young or not self._settled else min(self._interval * 2, 32)
-        quick = math.ceil(0.02 / known.step_seconds) if known.step_seconds else 1
-        wait = max(self._interval, min(quick, 32)) if known.decode_steps else 2
+        calm = self._settled and not young
+        self._interval = min(self._interval * 2, MAX_INTERVAL) if calm else MIN_INTERVAL
+        least = (CALM_SECONDS if calm else BUSY_SECONDS) / known.step_seconds if known.step_seconds else 1.0
+        wait = max(self._interval, min(math.ceil(least), 4 * MAX_INTERVAL)) if known.decode_steps else 2
         self._next = min([step + wait, *ends])
         self._soonest = step + 2
         running = max(observation.running, 1)
@@ -405,33 +413,3 @@ class Controller:
         rival = rival or max(others, key=lambda s: s.rate)
         accept = f", {best.tokens_per_row:.2f} tokens a row and step" if best.arm[1] else ""
         return f"{name(best.arm)}: {best.rate:.0f} tokens/s, {self._ratio(best, rival)} of {name(rival.arm)}{accept}"
-
-    def _remember(self, shard: int, scores: Mapping[Arm, Score], state: ShardState, reason: str) -> None:
-        history = self.known.history.get(shard)
-        if history is None:
-            return
-        history.evaluations += 1
-        history.reason = reason
-        rate = scores[state.base].rate
-        if AR in scores:
-            history.gain_over_ar += math.log(rate / scores[AR].rate)
-        others = [s.rate for s in scores.values() if s.arm[0] != state.base[0]]
-        if others:
-            history.gain_of_best_other += math.log(max(others) / rate)
-
-    def report(self) -> list[dict[str, Any]]:
-        """One line a shard seen so far: time by mode, acceptance by position, what the other mode would have done."""
-        lines = []
-        for shard, history in sorted(self.known.history.items()):
-            count = max(history.evaluations, 1)
-            lines.append(
-                {
-                    "shard": shard,
-                    "seconds": {name(arm): seconds for arm, seconds in sorted(history.seconds.items())},
-                    "over_ar": math.exp(history.gain_over_ar / count),
-                    "best_other_mode": math.exp(history.gain_of_best_other / count),
-                    "tokens_per_step": history.committed / history.row_steps if history.row_steps else 1.0,
-                    "reason": history.reason,
-                }
-            )
-        return lines

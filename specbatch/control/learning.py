@@ -6,7 +6,6 @@ Owns the state that grows out of observations, and the order they are taken in. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.control.acceptance import SHADOWS, AcceptanceBook
@@ -22,24 +21,11 @@ from specbatch.control.records import (
     StepStats,
 )
 from specbatch.control.row_groups import RowMix
-from specbatch.control.scoring import OutputLengths, draft_prefill_seconds, step_parts
+from specbatch.control.scoring import Gauges, OutputLengths, draft_prefill_seconds, step_parts
 
 MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
 MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
 ROW_ALIKE = 0.1  # correlation of rounds of one row: many rounds of few rows say less than the same rounds of many
-
-
-@dataclass(slots=True)
-class ShardHistory:
-    """What a shard's rows went through, for the report."""
-
-    seconds: dict[Arm, float] = field(default_factory=dict)  # decode seconds, by the share of rows
-    row_steps: int = 0
-    committed: int = 0  # by speculating row-steps
-    gain_over_ar: float = 0.0  # sum of log(rate in force / rate of AR), expected, over evaluations
-    gain_of_best_other: float = 0.0
-    evaluations: int = 0
-    reason: str = ""
 
 
 class Learner:
@@ -50,8 +36,8 @@ class Learner:
         self.book = AcceptanceBook.from_json(prior) if prior else AcceptanceBook()
         self.correction = CostCorrection()
         self.lengths = OutputLengths()
+        self.gauges = Gauges()
         self.mix: dict[int, RowMix] = {}  # by method
-        self.history: dict[int, ShardHistory] = {}
         self.seconds = 0.0  # of all steps
         self.decode_steps = 0
         self.arm_steps: dict[Arm, int] = {}  # decode steps by method and k
@@ -71,6 +57,7 @@ class Learner:
     ) -> None:
         """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of;
         probe_rows: rows the draft was asked to be run over."""
+        self.gauges.update(observation)
         self.lengths.add(observation.finished_rows, observation.finished_output_tokens)
         self.correction.advance()
         for stats in observation.steps:
@@ -80,13 +67,6 @@ class Learner:
         if len(drafting) == 1 and observation.row_groups:
             self.mix.setdefault(drafting.pop(), RowMix()).add(observation.row_groups, observation.running)
         self._learn_acceptance(observation, shadow_k, probe_k, probe_rows)
-        decode = sum(s.seconds for s in observation.steps if s.kind == STEP_DECODE)
-        live = sum(s.running for s in observation.shards) or 1
-        for rows in observation.shards:
-            history = self.history.setdefault(rows.shard, ShardHistory())
-            arm = modes.get(rows.shard)
-            if arm is not None:
-                history.seconds[arm] = history.seconds.get(arm, 0.0) + decode * rows.running / live
 
     def _learn_steps(self, stats: StepStats) -> None:
         self.seconds += stats.seconds
@@ -140,9 +120,6 @@ class Learner:
                 weight = 1.0 / (1.0 + ROW_ALIKE * max(row_rounds - 1.0, 0.0))
             else:
                 k = self._last_k.get((sample.shard, sample.method), len(sample.offered))
-                history = self.history.setdefault(sample.shard, ShardHistory())
-                history.row_steps += sample.rounds
-                history.committed += sample.committed
             self.book.add(sample, k, max(MEMORY_STEPS * running.get(sample.shard, 1), MEMORY_ROUNDS), weight)
             refreshed.add((sample.shard, SHADOWS.get(sample.method, sample.method)))
         steps = sum(s.steps for s in observation.steps if s.kind == STEP_DECODE)

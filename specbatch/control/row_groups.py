@@ -81,8 +81,9 @@ class RowMix:
     """Kinds of rows among those running and among all that came so far."""
 
     def __init__(self) -> None:
-        self._running: list[tuple[float, float]] = []  # (rows, accepted a round), sampling noise taken out
+        self._running: list[tuple[float, float]] = []  # (rows, alpha), sampling noise taken out
         self._all: list[tuple[float, float]] = []
+        self._known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
         self._finished = [_Kind() for _ in range(len(EDGES) + 1)]
         self._k = 1.0  # mean drafts a round behind the counts
 
@@ -108,8 +109,9 @@ class RowMix:
         rounds = sum(kind.rounds for kind in everyone)
         if rounds:
             self._k = max(sum(kind.drafted for kind in everyone) / rounds, 0.1)
-        self._running = _without_noise(now)
-        self._all = _without_noise(everyone)
+        self._running = [(rows, _alpha(gain, self._k)) for rows, gain in _without_noise(now)]
+        self._all = [(rows, _alpha(gain, self._k)) for rows, gain in _without_noise(everyone)]
+        self._known.clear()
 
     def correction(self, k: int, reference: int, drafting: bool, future: float) -> float:
         """What to multiply an E_k by that was worked out from counts under k = `reference`.
@@ -119,23 +121,30 @@ class RowMix:
         """
         if k < 1 or not self._all:
             return 1.0
-        everyone = [(rows, self._speed(gain, k)) for rows, gain in self._all]
-        if drafting and self._running:
-            seen = [(rows, self._speed(gain, k)) for rows, gain in self._running]
+        parts = self._known.get((k, reference, drafting))
+        if parts is None:
+            parts = self._known[k, reference, drafting] = self._parts(k, reference, drafting)
+        here, everyone, seen = parts
+        return 1.0 / (((1.0 - future) * here + future * everyone) * seen)
+
+    def _parts(self, k: int, reference: int, drafting: bool) -> tuple[float, float, float]:
+        """Steps a token of running rows and of all, and the E_k that the counts show."""
+        everyone = [(rows, _speed(alpha, k)) for rows, alpha in self._all]
+        here = [(rows, _speed(alpha, k)) for rows, alpha in self._running]
+        if drafting and here:
+            seen = here
         else:
             seen = [
-                (rows / self._speed(gain, reference), speed)
-                for (rows, gain), (_, speed) in zip(self._all, everyone, strict=True)
+                (rows / _speed(alpha, reference), speed)
+                for (rows, alpha), (_, speed) in zip(self._all, everyone, strict=True)
             ]
-        here = [(rows, self._speed(gain, k)) for rows, gain in self._running] or everyone
-        steps = (1.0 - future) * _mean([(r, 1.0 / s) for r, s in here])
-        steps += future * _mean([(r, 1.0 / s) for r, s in everyone])
-        return 1.0 / (steps * _mean(seen))
+        here = here or everyone
+        return _mean([(r, 1.0 / s) for r, s in here]), _mean([(r, 1.0 / s) for r, s in everyone]), _mean(seen)
 
-    def _speed(self, gain: float, k: int) -> float:
-        """E_k of a row that accepts `gain` drafts a round at the k it was seen with: a geometric row."""
-        alpha = _alpha(gain, self._k)
-        return k + 1.0 if alpha >= 1.0 else (1.0 - alpha ** (k + 1)) / (1.0 - alpha)
+
+def _speed(alpha: float, k: int) -> float:
+    """E_k of a row that accepts each draft with chance alpha."""
+    return k + 1.0 if alpha >= 1.0 else (1.0 - alpha ** (k + 1)) / (1.0 - alpha)
 
 
 def _mean(pairs: list[tuple[float, float]]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from specbatch.control.acceptance import Acceptance, AcceptanceBook
 from specbatch.control.correction import Arm, CostCorrection, Parts
 from specbatch.control.cost_model import StepCost
-from specbatch.control.records import METHOD_DRAFT, METHOD_NONE, Observation
+from specbatch.control.records import METHOD_DRAFT, METHOD_NONE, STEP_DECODE, Observation
 from specbatch.control.row_groups import RowMix
 
 AR: Arm = (METHOD_NONE, 0)
@@ -69,25 +69,52 @@ class OutputLengths:
         return max(output, 1.0), max(min(rest, limit - produced), 1.0)
 
 
-def situation(observation: Observation, lengths: OutputLengths, block_size: int, cap: int) -> Situation:
+@dataclass(slots=True)
+class Gauges:
+    """Mean sizes of running rows, smoothed: an observation shows the rows of one step, which may be a prefill step."""
+
+    context: float = 0.0
+    prompt: float = 0.0
+    limit: float = 0.0  # output tokens in all
+
+    def update(self, observation: Observation) -> None:
+        o = observation
+        if o.mean_prompt > 0.0:
+            limit = o.mean_limit + max(o.mean_context - o.mean_prompt, 0.0)
+            weight = 0.3 if self.prompt else 1.0
+            self.prompt += weight * (o.mean_prompt - self.prompt)
+            self.limit += weight * (limit - self.limit)
+        decode = [s for s in o.steps if s.kind == STEP_DECODE and s.rows]
+        if decode:
+            last = decode[-1]
+            self.context = (last.context - last.draft_tokens) / last.rows
+        elif o.mean_context > 0.0 and not self.context:
+            self.context = o.mean_context
+
+
+def situation(
+    observation: Observation, gauges: Gauges, lengths: OutputLengths, block_size: int, cap: int
+) -> Situation:
     """What an observation means for the score. Before anything runs, the waiting rows stand for the batch."""
     o = observation
-    prompt = o.mean_prompt or DEFAULT_PROMPT
-    context = o.mean_context or prompt
-    produced = max(context - prompt, 0.0)
-    limit = produced + (o.mean_limit or (0.0 if o.running else DEFAULT_LIMIT))
+    prompt = gauges.prompt or DEFAULT_PROMPT
+    context = max(gauges.context, prompt)
+    produced = context - prompt
+    limit = gauges.limit or DEFAULT_LIMIT
     output, remaining = lengths.expect(produced, max(limit, 1.0))
     cap = max(cap, 1)
     running = float(o.running)
     waiting = float(o.waiting)
     shards: list[tuple[int, float, float]] = [(s.shard, float(s.running), float(s.waiting)) for s in o.shards]
-    if not o.running:  # nothing runs yet: the first rows of the queue, shard by shard
-        start = min(waiting, cap) or 1.0
-        queued = sum(s[2] for s in shards) or 1.0
-        running, waiting = start, max(waiting - start, 0.0)
-        shards = [(s, w * start / queued, w * (1.0 - start / queued)) for s, _, w in shards]
-    elif (seen := sum(s[1] for s in shards)) and seen != running:  # counted at another moment of the step
+    seen = sum(line[1] for line in shards)
+    if not running:  # nothing runs yet: the first rows of the queue
+        running = min(waiting, cap) or 1.0
+        waiting = max(waiting - running, 0.0)
+    if seen:  # counted at another moment of the step, maybe
         shards = [(s, r * running / seen, w) for s, r, w in shards]
+    else:
+        queued = sum(line[2] for line in shards) or 1.0
+        shards = [(s, w * running / queued, w * waiting / queued) for s, _, w in shards]
     now = context / block_size + 0.5
     stride = max(now, (prompt + output / 2.0) / block_size + 0.5) if waiting else now
     shared = min(o.target_pages / (o.running * now), 1.0) if o.running and o.target_pages else 1.0
@@ -98,7 +125,7 @@ def situation(observation: Observation, lengths: OutputLengths, block_size: int,
         cap=cap,
         context=context,
         prompt=prompt,
-        limit=limit if limit > 0 else 1.0,
+        limit=limit,
         output=output,
         remaining=remaining,
         pages=float(max(o.total_pages, 1)),

@@ -61,7 +61,8 @@ class Engine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add(self, batch: RequestBatch) -> None:
-        """Queue requests. Raises ValueError (nothing changes) for token ids outside the vocabulary."""
+        """Queue requests. Raises ValueError (nothing changes) for token ids outside the vocabulary, in the prompt, the
+        logit bias or the stop tokens that min_tokens holds back."""
         count = len(batch)
         if count == 0:
             return
@@ -70,6 +71,8 @@ class Engine:
             self.sampling.vocab
         ):
             raise ValueError(f"prompt token ids must be in 0..{self.sampling.vocab - 1}")
+        for params in {id(p): p for p in many}.values():
+            self.sampling.check(params)
         lengths = np.diff(batch.prompt_offsets).astype(np.int32)
         max_tokens = np.fromiter((p.max_tokens for p in many), np.int32, count)
         handles = self.core.add_requests(
@@ -88,6 +91,7 @@ class Engine:
             request_id=batch.request_id,
             prompt_values=batch.prompt_values,
             prompt_offsets=batch.prompt_offsets,
+            request_seeds=batch.seeds,
         )
         self._live.update(handles.tolist())
         self._policy.note_added(handles, batch.shard, lengths, max_tokens)

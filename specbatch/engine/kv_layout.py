@@ -68,7 +68,7 @@ def plan_pages(target: KVShape, draft: KVShape | None, block_size: int) -> PageL
         if draft_block_size < 1:
             needed = -(-draft.bytes_per_token // target.bytes_per_token)
             raise ValueError(
-                f"one draft token takes {draft.bytes_per_token} bytes of KV, more than a whole page of {block_size} target "
-                f"tokens ({page_bytes} bytes): use a block size of at least {needed}, or a smaller draft model"
+                f"one draft token takes {draft.bytes_per_token} bytes of KV, more than a whole page of {block_size} "
+                f"target tokens ({page_bytes} bytes): use a block size of at least {needed}, or a smaller draft model"
             )
     return PageLayout(target, draft, block_size, draft_block_size, page_bytes)

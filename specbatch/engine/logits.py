@@ -1,15 +1,16 @@
-"""Logits before the choice: bias, penalties, held-back stop tokens, and what top-k, top-p and min-p leave.
+"""What comes before and around the choice: bias, penalties, held-back stop tokens, truncation, argmax.
 
-Pure functions of packed logits [L, vocab] and the rows they belong to; knows nothing of random numbers. All but
-`largest` have static shapes and no host sync.
+Pure functions of packed logits [L, vocab] and the rows they belong to; knows nothing of random numbers. Static shapes
+and no host sync.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.engine.sampling_state import RowParams
+from specbatch.engine.row_params import RowParams
 
 
 def adjust_logits(
@@ -35,17 +36,35 @@ def _apply_bias(logits: Tensor, rows: RowParams, row_index: Tensor, positions: T
 
 
 def _apply_penalties(logits: Tensor, rows: RowParams, row_index: Tensor, prior_ids: Tensor | None) -> Tensor:
-    slot = rows.penalty_slot[row_index]
-    counts = rows.tables.output_counts[slot]
+    """Only tokens that a row has seen change: their new values are computed, however often listed, and put back."""
+    tables, slot = rows.tables, rows.penalty_slot[row_index].to(torch.int64)[:, None]
+    ids = tables.seen_ids[slot[:, 0]]
     if prior_ids is not None:
-        inside = ((prior_ids >= 0) & (slot > 0)[:, None]).to(torch.int32)
-        counts = counts.scatter_add(1, prior_ids.clamp(0, rows.vocab - 1).to(torch.int64), inside)
+        ids = torch.cat((ids, prior_ids.clamp(0, rows.vocab - 1)), dim=1)
+    index = ids.to(torch.int64)
+    counts = tables.output_counts[slot, index]
+    if prior_ids is not None:
+        for column in prior_ids.unbind(dim=1):
+            counts = counts + (ids == column[:, None])
     present = counts > 0
+    values = logits.gather(1, index)
     repetition = rows.repetition_penalty[row_index][:, None]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(present | rows.tables.prompt_seen[slot], repeated, logits)
-    logits = logits - counts * rows.frequency_penalty[row_index][:, None]
-    return logits - present * rows.presence_penalty[row_index][:, None]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(present | tables.prompt_seen[slot, index], repeated, values)
+    values = values - counts * rows.frequency_penalty[row_index][:, None]
+    values = values - present * rows.presence_penalty[row_index][:, None]
+    return logits.scatter(1, index, values)
+
+
+def argmax_finite(scores: Tensor) -> Tensor:
+    """Lowest index of the largest value, int32 [L]; -1 where that value is NaN or infinite."""
+    if type(scores) is Tensor and scores.device.type == "cpu" and scores.dtype == torch.float32:
+        # NOTE: numpy's is several times faster than torch's here, with the same order: first NaN, first largest.
+        indices = torch.from_numpy(np.argmax(scores.detach().numpy(), axis=-1))
+        values = scores.gather(1, indices[:, None])[:, 0]
+    else:
+        values, indices = scores.max(dim=-1)
+    return torch.where(torch.isfinite(values), indices, -1).to(torch.int32)
 
 
 def temperature_of(rows: RowParams, row_index: Tensor) -> Tensor:
@@ -95,23 +114,3 @@ def truncation_floor(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tenso
     floor_m = largest_logit + min_p.log()[:, None]
     enough = (top_k <= width)[:, None]
     return torch.where(enough, torch.maximum(floor_p, floor_m), -torch.inf)[:, 0]
-
-
-def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, descending, and their columns int64 (which of equal values: undefined). CPU.
-
-    Each of them lies in one of the `count` groups of columns with the largest maxima, so the selection runs over the
-    maxima and then over the members of those groups, a small part of the vocabulary.
-    """
-    rows, columns = values.shape
-    group = int((columns / count) ** 0.5)  # members of a group: as many groups to search as members to search then
-    if group < 4:
-        return torch.topk(values, count, dim=-1)
-    stride = columns // group  # group g: columns g, g + stride, ...; a remainder is searched with the members
-    grouped = values[:, : group * stride].reshape(rows, group, stride)
-    chosen = torch.topk(grouped.amax(dim=1), count, dim=-1, sorted=False).indices[:, None, :].expand(-1, group, -1)
-    offset = torch.arange(group, device=values.device)[None, :, None] * stride
-    rest = torch.arange(group * stride, columns, device=values.device).expand(rows, -1)
-    members = torch.cat(((chosen + offset).flatten(1), rest), dim=1)
-    found = torch.topk(values.gather(1, members), count, dim=-1)
-    return found.values, members.gather(1, found.indices)

@@ -21,7 +21,8 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, pages: Tensor, backend: AttentionBackend) -> None:
         """`pages` [num_pages, layers, 2, block_size, kv_heads, head_dim]: PagedKVCache.pages("target" or "draft").
 
-        Raises ValueError when the pages are another model's.
+        A model type that is not proved is compared with transformers' own attention at once, with the first pages as
+        scratch. Raises ValueError when the pages are another model's, RuntimeError when the model would be wrong.
         """
         expected = (model.shape.num_layers, 2, model.shape.num_kv_heads, model.shape.head_dim)
         actual = (pages.shape[1], pages.shape[2], pages.shape[4], pages.shape[5])
@@ -35,6 +36,10 @@ class ModelRunner:
         self._wiring_checked = False
         for layer in model.layers:
             layer.key_pages, layer.value_pages = pages[:, layer.layer, 0], pages[:, layer.layer, 1]
+        if model.support.status == "unproved":
+            from specbatch.engine.model_check import check_against_transformers
+
+            check_against_transformers(self)
 
     @property
     def vocab_size(self) -> int:
@@ -75,11 +80,11 @@ class ModelRunner:
         return output
 
     def _check_wiring(self, called: list[int]) -> None:
-        """Once: every layer attended exactly once through our function (a model that keeps to its own would be wrong)."""
+        """Once: every layer attended exactly once through our function, none kept to its own."""
         expected = list(range(self.model.shape.num_layers))
         if called != expected:
             raise RuntimeError(
-                f"{type(self.model.module).__name__} attended through specbatch in layers {called}, not in {expected}: it "
-                "cannot run on paged KV"
+                f"{type(self.model.module).__name__} attended through specbatch in layers {called}, not in {expected}: "
+                "it cannot run on paged KV"
             )
         self._wiring_checked = True

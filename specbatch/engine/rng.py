@@ -77,8 +77,13 @@ def gumbel_at(keys: Tensor, index: Tensor) -> Tensor:
 
 def vocabulary_bits(keys: Tensor, index: Tensor) -> Tensor:
     """31 random bits int32 [n, m] for each row's key and vocabulary index (int32 [m] or [n, m])."""
+    return keyed_bits(keys, scatter_index(index))
+
+
+def keyed_bits(keys: Tensor, scattered: Tensor) -> Tensor:
+    """As `vocabulary_bits`, for indices that went through `scatter_index` already: once serves many rows."""
     word = _to_int32(keys)[:, :, None]  # [4, n, 1]
-    bits = _scatter_index(index) ^ word[0]
+    bits = scattered ^ word[0]
     bits.mul_(word[1] | 1)
     scratch = torch.bitwise_right_shift(bits, 15).bitwise_and_(0x1FFFF)
     bits.bitwise_xor_(scratch).mul_(0x2C1B3C6D).bitwise_xor_(word[2])
@@ -105,7 +110,7 @@ def _to_int32(words: Tensor) -> Tensor:
     return (((words & _WORD) ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
-def _scatter_index(index: Tensor) -> Tensor:
+def scatter_index(index: Tensor) -> Tensor:
     """A fixed bijection of 32-bit integers that spreads neighbouring vocabulary indices (int32, any shape)."""
     bits = index * -1640531527 + 0x3C6EF372  # the Weyl constant 0x9E3779B9 as int32
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D

@@ -5,6 +5,7 @@ Knows the layout, not where rows come from: `sampling_state` keeps them by handl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,8 @@ class Tables:
 
     output_counts: Tensor  # [slots, vocab] int32: committed output tokens
     prompt_seen: Tensor  # [slots, vocab] bool
+    seen_ids: Tensor  # [slots, H] int32: prompt tokens, then committed ones, repeats included; padded with 0
+    num_seen: Tensor  # [slots, 1] int32: how many of them are in use
     bias_ids: Tensor  # [slots, W] int32, padded with 0
     bias_values: Tensor  # [slots, W] float32, padded with 0
     bias_until: Tensor  # [slots, W] int32: the entry holds while fewer output tokens than this are out
@@ -45,6 +48,8 @@ class Tables:
         return cls(
             output_counts=zeros(vocab, torch.int32),
             prompt_seen=zeros(vocab, torch.bool),
+            seen_ids=zeros(1, torch.int32),
+            num_seen=zeros(1, torch.int32),
             bias_ids=zeros(1, torch.int32),
             bias_values=zeros(1, torch.float32),
             bias_until=zeros(1, torch.int32),
@@ -136,34 +141,39 @@ def rows_over(packed: Tensor, host: NDArray[np.int32], tables: Tables) -> RowPar
     )
 
 
-def packed_row(params: SamplingParams, vocab: int) -> NDArray[np.int32]:
-    row = np.zeros(NUM_COLUMNS, np.int32)
-    greedy = params.is_greedy  # truncation cannot change an argmax
-    row[: FREQUENCY + 1] = np.array(
+def packed_rows(params: Sequence[SamplingParams], vocab: int) -> NDArray[np.int32]:
+    """One packed row [n, 12] for each; slots, seeds and prompt lengths are left 0."""
+    rows = np.zeros((len(params), NUM_COLUMNS), np.int32)
+    # A truncation cannot change an argmax: greedy rows have none.
+    rows[:, : FREQUENCY + 1] = np.array(
         [
-            0.0 if greedy else max(params.temperature, _LOWEST_TEMPERATURE),
-            1.0 if greedy else params.top_p,
-            0.0 if greedy else params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+            (
+                0.0 if p.is_greedy else max(p.temperature, _LOWEST_TEMPERATURE),
+                1.0 if p.is_greedy else p.top_p,
+                0.0 if p.is_greedy else p.min_p,
+                p.repetition_penalty,
+                p.presence_penalty,
+                p.frequency_penalty,
+            )
+            for p in params
         ],
         np.float32,
     ).view(np.int32)
-    row[TOP_K] = 0 if greedy or params.top_k >= vocab else params.top_k
-    return row
+    rows[:, TOP_K] = [0 if p.is_greedy or p.top_k >= vocab else p.top_k for p in params]
+    return rows
 
 
 def null_row() -> NDArray[np.int32]:
-    return packed_row(SamplingParams(), 1)
+    [row] = packed_rows([SamplingParams()], 1)
+    return np.asarray(row, np.int32)
 
 
-def kind_of(params: SamplingParams, biased: bool) -> int:
+def kind_of(params: SamplingParams) -> int:
+    """What a request asks for beyond argmax, its bias left out."""
     truncated = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     return (
         (SAMPLED if not params.is_greedy else 0)
         | (TRUNCATED if truncated and not params.is_greedy else 0)
         | (PENALISED if params.has_penalties else 0)
-        | (BIASED if biased else 0)
         | (LOGPROBS if params.logprobs else 0)
     )

@@ -2,7 +2,7 @@
 
 Knows nothing of drafts, KV or scheduling: a logit belongs to a row and stands at a position, no more. Two ways
 choose the same tokens: a static one (any device, fixed shapes, no host sync: fit for a CUDA graph), and on a CPU
-one that treats greedy, truncated and open rows apart and draws noise only for candidates that may still win.
+one that treats greedy, truncated and open rows apart (`sampler_cpu`).
 
 Order of processing: logit bias; repetition, then presence and frequency penalties; stop tokens held back by
 min_tokens; temperature; top-k, top-p and min-p, each over what the one before left. A truncation keeps or drops equal
@@ -12,27 +12,14 @@ logits together, so nothing hangs on the order of the vocabulary. Ties of the ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.engine.logits import (
-    adjust_logits,
-    exp_sum,
-    largest,
-    temperature_of,
-    truncate,
-    truncation_floor,
-    truncations,
-)
+from specbatch.engine.logits import adjust_logits, argmax_finite, temperature_of, truncate
 from specbatch.engine.rng import Purpose, gumbel_at, stream_keys
-from specbatch.engine.sampling_state import RowParams
-
-_CHUNK = 1 << 18  # noise made at once on a CPU: what fits its cache
-_CANDIDATES = (64, 512)  # how many of the largest logits to look at before taking all
-_WIDE_TOP_P = 0.5  # from here on a nucleus wider than that is searched from the noise
+from specbatch.engine.row_params import RowParams
+from specbatch.engine.sampler_cpu import choose_by_group
 
 
 @dataclass(slots=True)
@@ -97,11 +84,11 @@ def sample(
     """
     logits = logits[:, : rows.vocab]
     if rows.is_plain_greedy:
-        return Samples(_argmax(logits))
+        return Samples(argmax_finite(logits))
     logits = logits.float()
     if static is None:
         static = logits.device.type != "cpu"
-    choose = _choose_static if static else _choose_by_group
+    choose = _choose_static if static else choose_by_group
     token_ids = choose(logits, rows, row_index, positions, prior_ids)
     if not rows.any_logprobs:
         return Samples(token_ids)
@@ -151,18 +138,7 @@ def processed_probs(
 def sample_probs(weights: Tensor, keys: Tensor) -> Tensor:
     """One token int32 [n] from each row of weights [n, vocab] (any positive sum), with the noise of keys [4, n]."""
     index = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
-    return _argmax(gumbel_at(keys, index).add_(weights.log()))
-
-
-def _argmax(scores: Tensor) -> Tensor:
-    """Lowest index of the largest value, int32 [L]; -1 where that value is NaN or infinite."""
-    if type(scores) is Tensor and scores.device.type == "cpu" and scores.dtype == torch.float32:
-        # NOTE: numpy's is several times faster than torch's here, with the same order: first NaN, first largest.
-        indices = torch.from_numpy(np.argmax(scores.detach().numpy(), axis=-1))
-        values = scores.gather(1, indices[:, None])[:, 0]
-    else:
-        values, indices = scores.max(dim=-1)
-    return torch.where(torch.isfinite(values), indices, -1).to(torch.int32)
+    return argmax_finite(gumbel_at(keys, index).add_(weights.log()))
 
 
 def _choose_static(
@@ -170,110 +146,9 @@ def _choose_static(
 ) -> Tensor:
     adjusted = adjust_logits(logits, rows, row_index, positions, prior_ids)
     if rows.all_greedy:
-        return _argmax(adjusted)
+        return argmax_finite(adjusted)
     scaled = truncate(adjusted / temperature_of(rows, row_index), rows, row_index)
     keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
     noise = gumbel_at(keys, torch.arange(rows.vocab, dtype=torch.int32, device=logits.device))
     sampled = (rows.temperature[row_index] > 0)[:, None]
-    return _argmax(torch.where(sampled, scaled + noise, adjusted))
-
-
-# -- on a CPU: by group ----------------------------------------------------------------------------------------------
-
-
-def _choose_by_group(
-    logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, prior_ids: Tensor | None
-) -> Tensor:
-    altered = (rows.penalty_slot[row_index] > 0) | (rows.bias_slot[row_index] > 0)
-    sampled = rows.temperature[row_index] > 0
-    top_k, top_p, min_p = truncations(rows, row_index)
-    truncated = sampled & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    token_ids = torch.empty(logits.shape[0], dtype=torch.int32)
-    groups = ((~sampled, _choose_greedy), (truncated, _choose_truncated), (sampled & ~truncated, _choose_open))
-    for (members, choose), change in product(groups, (False, True)):
-        index = (members & (altered == change)).nonzero()[:, 0]
-        if len(index) == 0:
-            continue
-        group = logits if len(index) == len(logits) else logits[index]
-        row, position = row_index[index], positions[index]
-        if change:
-            group = adjust_logits(group, rows, row, position, None if prior_ids is None else prior_ids[index])
-        token_ids[index] = choose(group, rows, row, position)
-    return token_ids
-
-
-def _rows_at_once(vocab: int) -> int:
-    return max(1, _CHUNK // vocab)
-
-
-def _choose_greedy(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
-    return _argmax(adjusted)
-
-
-def _choose_open(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
-    """From the whole vocabulary."""
-    temperature = temperature_of(rows, row_index)
-    keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
-    index = torch.arange(rows.vocab, dtype=torch.int32)
-    step = _rows_at_once(rows.vocab)
-    chosen = [
-        _argmax(gumbel_at(keys[:, part], index).add_(adjusted[part] / temperature[part]))
-        for part in (slice(begin, begin + step) for begin in range(0, len(adjusted), step))
-    ]
-    return torch.cat(chosen)
-
-
-def _choose_truncated(adjusted: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor) -> Tensor:
-    """From the candidates that top-k, top-p and min-p leave: few of the largest logits first, more where needed.
-
-    A row's way depends on its own logits and options only, so its token does not depend on its neighbours.
-    """
-    scaled = adjusted / temperature_of(rows, row_index)
-    keys = stream_keys(rows.seed(row_index), positions + 1, Purpose.SAMPLE)
-    top_k, top_p, min_p = truncations(rows, row_index)
-    total = torch.zeros(len(scaled))  # read only by a nucleus of the whole vocabulary
-    if bool(((top_k == 0) & (top_p < 1)).any()):
-        total = exp_sum(scaled, scaled.amax(dim=-1, keepdim=True))
-    token_ids = torch.empty(len(scaled), dtype=torch.int32)
-    open_rows = torch.arange(len(scaled))
-    for width in (*(c for c in _CANDIDATES if c < rows.vocab), rows.vocab):
-        if width == rows.vocab:
-            wide = (top_k[open_rows] == 0) & (top_p[open_rows] >= _WIDE_TOP_P)
-            for part in torch.split(open_rows[wide], _rows_at_once(width)):
-                token_ids[part] = _choose_wide_nucleus(
-                    scaled[part], keys[:, part], total[part], top_p[part], min_p[part]
-                )
-            open_rows = open_rows[~wide]
-            if len(open_rows) == 0:
-                break
-        part = scaled if len(open_rows) == len(scaled) else scaled[open_rows]
-        values, ids = largest(part, width)
-        floor = truncation_floor(values, total[open_rows], top_k[open_rows], top_p[open_rows], min_p[open_rows])
-        scores = gumbel_at(keys[:, open_rows], ids.to(torch.int32)).add_(values)
-        scores.masked_fill_(values < floor[:, None], -torch.inf)
-        best = scores.amax(dim=-1, keepdim=True)
-        token = torch.where(scores == best, ids, rows.vocab).amin(dim=-1)
-        token_ids[open_rows] = torch.where(torch.isfinite(best[:, 0]), token, -1).to(torch.int32)
-        open_rows = open_rows[~(values[:, -1] < floor)]
-        if len(open_rows) == 0:
-            break
-    return token_ids
-
-
-def _choose_wide_nucleus(scaled: Tensor, keys: Tensor, total: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """From a nucleus of many tokens, without sorting: the best score of all is the answer if its token is inside.
-
-    Whether it is takes one sum over the tokens above it. It is with probability top_p; else the next best is looked at.
-    """
-    top = scaled.amax(dim=-1, keepdim=True)
-    weight = (scaled - top).exp_()
-    scores = gumbel_at(keys, torch.arange(scaled.shape[1], dtype=torch.int32)).add_(scaled)
-    scores.masked_fill_(scaled < top + min_p.log()[:, None], -torch.inf)
-    while True:
-        token_ids = _argmax(scores)
-        chosen = token_ids.clamp(min=0).to(torch.int64)[:, None]
-        above = (weight * (scaled > scaled.gather(1, chosen))).sum(dim=-1)
-        outside = (above >= top_p * total) & (top_p < 1) & (token_ids >= 0)
-        if not bool(outside.any()):
-            return token_ids
-        scores[outside, chosen[outside, 0]] = -torch.inf
+    return argmax_finite(torch.where(sampled, scaled + noise, adjusted))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specbatch.engine.row_params import (
     BIAS_SLOT,
+    BIASED,
     NUM_COLUMNS,
     PENALISED,
     PENALTY_SLOT,
@@ -26,18 +27,18 @@ from specbatch.engine.row_params import (
     Tables,
     kind_of,
     null_row,
-    packed_row,
+    packed_rows,
     rows_over,
 )
 from specbatch.sampling_params import SamplingParams
 
-__all__ = ["RowParams", "SamplingState", "row_seed"]
+__all__ = ["RowParams", "SamplingState", "count_tokens", "row_seed"]
 
 _NO_LIMIT = 2**31 - 1
 
 
 def row_seed(run_seed: int, request_id: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A 64-bit seed for each request: SplitMix64 (Steele et al., 2014), started at the mixed run seed, by request id."""
+    """A 64-bit seed for each request: SplitMix64 (Steele et al., 2014) started at the mixed run seed, by id."""
     run = _mix64(np.array([run_seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
     ids = np.ascontiguousarray(request_id, np.int64).view(np.uint64)
     return _mix64(run + ids).view(np.int64)
@@ -76,6 +77,7 @@ class SamplingState:
         self._penalty = _Slots()
         self._bias = _Slots()
         self._tables = Tables.empty(vocab, self.device)
+        self._seen_bound = np.zeros(1, np.int64)  # at least as many seen tokens as each slot has
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -87,11 +89,12 @@ class SamplingState:
         request_id: NDArray[np.int64],
         prompt_values: NDArray[np.int32],
         prompt_offsets: NDArray[np.int64],
+        request_seeds: NDArray[np.int64] | None = None,
     ) -> None:
         """Note the parameters of new requests: one for all or one a handle; prompts as values and offsets [n + 1].
 
-        Seeds: the request's own, else `row_seed(run_seed, request_id)`. ValueError as in `check`; nothing has
-        changed then.
+        Seeds: `request_seeds` [n] if given, else the parameters' own, else `row_seed(run_seed, request_id)`.
+        ValueError as in `check`; nothing has changed then.
         """
         many = [params] if isinstance(params, SamplingParams) else list(params)
         lengths = np.diff(prompt_offsets).astype(np.int32)
@@ -100,32 +103,32 @@ class SamplingState:
                 f"{len(handles)} handles, {len(many)} params, {len(request_id)} request ids and {len(lengths)} prompts "
                 "do not belong together"
             )
-        groups: dict[int, tuple[SamplingParams, list[int]]] = {}
-        for i, item in enumerate(many):
-            groups.setdefault(id(item), (item, []))[1].append(i)
-        biases = [self._bias_entries(item) for item, _ in groups.values()]
+        number = {id(item): i for i, item in enumerate(many)}  # the last of equal objects stands for all
+        which = np.array([number[id(item)] for item in many] if len(many) > 1 else [0] * len(handles), np.int64)
+        biases = [self._bias_entries(item) for item in many]
         if len(handles) == 0:
             return
 
         self.release(handles)
         self._grow(int(handles.max()))
+        packed, kinds = packed_rows(many, self.vocab), np.array([kind_of(item) for item in many], np.uint8)
+        users = np.bincount(which, minlength=len(many))
+        for i, entries in enumerate(biases):
+            if entries and users[i]:
+                packed[i, BIAS_SLOT] = self._add_bias(entries, int(users[i]))
+                kinds[i] |= BIASED
         seeds = row_seed(self.run_seed, request_id)
-        for (item, members), entries in zip(groups.values(), biases, strict=True):
-            chosen = np.arange(len(handles)) if len(many) == 1 else np.array(members)
-            rows = handles[chosen]
-            kind, packed = kind_of(item, bool(entries)), packed_row(item, self.vocab)
-            if entries:
-                packed[BIAS_SLOT] = self._add_bias(entries, len(rows))
-            self._packed[rows] = packed
-            self._packed[rows, PROMPT_LEN] = lengths[chosen]
-            seed = np.full(len(rows), item.seed, np.int64) if item.seed is not None else seeds[chosen]
-            self._packed[rows, SEED_LOW : SEED_HIGH + 1] = seed.view(np.int32).reshape(-1, 2)  # little endian
-            self._kind[rows] = kind
-            self._num_special += len(rows) if kind else 0
-            if kind & PENALISED:
-                for index in chosen.tolist():
-                    begin, end = prompt_offsets[index], prompt_offsets[index + 1]
-                    self._prompts[int(handles[index])] = np.array(prompt_values[begin:end], np.int32)
+        own = np.array([item.seed is not None for item in many])[which]
+        seeds[own] = np.array([item.seed or 0 for item in many], np.int64)[which][own]
+        seeds = seeds if request_seeds is None else request_seeds
+        self._packed[handles] = packed[which]
+        self._packed[handles, PROMPT_LEN] = lengths
+        self._packed[handles, SEED_LOW : SEED_HIGH + 1] = seeds.view(np.int32).reshape(-1, 2)  # little endian
+        self._kind[handles] = kinds[which]
+        self._num_special += int(np.count_nonzero(kinds[which]))
+        for i in np.flatnonzero(kinds[which] & PENALISED).tolist():
+            begin, end = prompt_offsets[i], prompt_offsets[i + 1]
+            self._prompts[int(handles[i])] = np.array(prompt_values[begin:end], np.int32)
 
     def check(self, params: SamplingParams) -> None:
         """ValueError when a token of the bias, or a stop token held back by min_tokens, is outside the vocabulary."""
@@ -181,11 +184,8 @@ class SamplingState:
         if not rows.any_penalty:
             return
         num_rows, width = token_ids.shape
-        valid = torch.arange(width, device=token_ids.device) < num_sampled[:, None]
-        slot = rows.penalty_slot[:num_rows, None].to(torch.int64).expand(num_rows, width)
-        valid &= (slot > 0) & (token_ids >= 0)
-        ids = token_ids.clamp(0, self.vocab - 1).to(torch.int64)
-        self._tables.output_counts.index_put_((slot, ids), valid.to(torch.int32), accumulate=True)
+        self._make_room(rows.host[:num_rows, PENALTY_SLOT], width)
+        count_tokens(self._tables, rows.penalty_slot[:num_rows], token_ids, num_sampled)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -203,9 +203,11 @@ class SamplingState:
 
     def _bias_entries(self, params: SamplingParams) -> list[tuple[int, float, int]]:
         """(token id, value, until) of a request's bias and of the stop tokens that min_tokens holds back."""
+        if not params.logit_bias and params.min_tokens == 0:
+            return []
         entries = [(int(token), float(value), _NO_LIMIT) for token, value in params.logit_bias.items()]
         if params.min_tokens > 0:
-            stops = dict.fromkeys((*self._eos, *params.stop_token_ids))
+            stops = dict.fromkeys(params.stop_token_ids if params.ignore_eos else (*self._eos, *params.stop_token_ids))
             entries += [(token, -np.inf, params.min_tokens) for token in stops]
         for token, _, _ in entries:
             if not 0 <= token < self.vocab:
@@ -234,17 +236,52 @@ class SamplingState:
             prompt = self._prompts.pop(handle, None)
             if prompt is None:
                 continue
-            slot = self._penalty.take(1)
-            slots = _doubled(len(self._tables.output_counts), slot + 1)
-            if slots != len(self._tables.output_counts):
-                self._tables.output_counts = _enlarged(self._tables.output_counts, slots, self.vocab)
-                self._tables.prompt_seen = _enlarged(self._tables.prompt_seen, slots, self.vocab)
-                self.generation += 1
+            ids = np.unique(prompt[(prompt >= 0) & (prompt < self.vocab)])
+            slot, tables = self._penalty.take(1), self._tables
+            self._enlarge_counts(slot + 1, len(ids))
             self._packed[handle, PENALTY_SLOT] = slot
-            self._tables.output_counts[slot].zero_()
-            self._tables.prompt_seen[slot].zero_()
-            ids = np.unique(prompt[(prompt >= 0) & (prompt < self.vocab)]).astype(np.int64)
-            self._tables.prompt_seen[slot].index_fill_(0, torch.from_numpy(ids).to(self.device), True)
+            self._seen_bound[slot] = len(ids)
+            for table in (tables.output_counts, tables.prompt_seen, tables.seen_ids):
+                table[slot].zero_()
+            seen = torch.from_numpy(ids).to(self.device)
+            tables.prompt_seen[slot].index_fill_(0, seen.to(torch.int64), True)
+            tables.seen_ids[slot, : len(ids)] = seen
+            tables.num_seen[slot] = len(ids)
+
+    def _make_room(self, slots: NDArray[np.int32], width: int) -> None:
+        """Space for `width` more seen tokens in each slot. How many there are is known to the host as a bound only."""
+        slots = slots[slots > 0]
+        self._seen_bound[slots] += width
+        if self._seen_bound.max() <= self._tables.seen_ids.shape[1]:
+            return
+        self._seen_bound[:] = self._tables.num_seen[:, 0].cpu().numpy()  # waits for the device, once in a doubling
+        self._seen_bound[slots] += width
+        self._enlarge_counts(0, int(self._seen_bound.max()))
+
+    def _enlarge_counts(self, slots: int, seen: int) -> None:
+        tables = self._tables
+        slots, seen = _doubled(len(tables.num_seen), slots), _doubled(tables.seen_ids.shape[1], seen)
+        if (slots, seen) == tables.seen_ids.shape:
+            return
+        tables.output_counts = _enlarged(tables.output_counts, slots, self.vocab)
+        tables.prompt_seen = _enlarged(tables.prompt_seen, slots, self.vocab)
+        tables.seen_ids = _enlarged(tables.seen_ids, slots, seen)
+        tables.num_seen = _enlarged(tables.num_seen, slots, 1)
+        self._seen_bound = np.concatenate((self._seen_bound, np.zeros(slots - len(self._seen_bound), np.int64)))
+        self.generation += 1
+
+
+def count_tokens(tables: Tables, penalty_slot: Tensor, token_ids: Tensor, num_sampled: Tensor) -> None:
+    """Add committed tokens int32 [R, w] to the counts and seen tokens of each row's slot [R]. Static, no host sync."""
+    column = torch.arange(token_ids.shape[1], device=token_ids.device)
+    slot = penalty_slot[:, None].to(torch.int64)
+    valid = (column < num_sampled[:, None]) & (slot > 0) & (token_ids >= 0)
+    ids = token_ids.clamp(0, tables.output_counts.shape[1] - 1)
+    slot = torch.where(valid, slot, 0)  # what is not valid lands in the null slot, as nothing
+    tables.output_counts.index_put_((slot, ids.to(torch.int64)), valid.to(torch.int32), accumulate=True)
+    place = torch.where(valid, tables.num_seen[slot, 0] + valid.cumsum(dim=1) - 1, 0)
+    tables.seen_ids.index_put_((slot, place), torch.where(valid, ids, 0))
+    tables.num_seen.index_put_((slot, torch.zeros_like(slot)), valid.to(torch.int32), accumulate=True)
 
 
 class _Slots:

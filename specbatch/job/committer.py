@@ -188,7 +188,7 @@ class Committer:
         """Write and promote the part. Raises DiskFull, InputUnreadable, InputMissing, OutputMismatch, Cancelled."""
         live.spool.flush()
         writer = self._open_writer(live)
-        entry = PartEntry(name=writer.path.name, rows=0, bytes=0)
+        entry = PartEntry(name=writer.path.name, rows=0, bytes=0, tokens_per_second=live.tokens_per_second)
         done = 0
         try:
             for piece in self._inputs.read(live.shard, self._columns):

@@ -48,6 +48,7 @@ class EngineDriver:
         self._largest: int | None = None  # rows at once that are known to be too many
         self._starts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._lives: list[LiveShard] = []
+        self._draining = False
         self._lone_failures = 0
         self._reductions = 0
         self.computed = 0  # samples finished
@@ -82,6 +83,7 @@ class EngineDriver:
 
     def add(self, live: LiveShard, batch: RequestBatch, slots: NDArray[np.int64]) -> None:
         flight = Flight(live, batch, slots)
+        live.began = live.began or self._clock()
         try:
             self.engine.add(batch)
         except OutOfMemory as error:
@@ -93,6 +95,11 @@ class EngineDriver:
             self._in_flights += len(slots)
             if self._in_flights > 4 * self.engine.num_unfinished + 8 * MIN_WINDOW:
                 self._prune()
+
+    def _clock(self) -> tuple[float, int]:
+        """The engine's busy seconds and the tokens it made in them."""
+        progress = self.engine.progress
+        return progress.busy_seconds, progress.completion_tokens
 
     # -- steps
 
@@ -111,7 +118,7 @@ class EngineDriver:
             more = True
         self._collect()
         if self.engine.num_unfinished == 0:
-            if self._flights:
+            if self._flights and not self._draining:
                 self._prune(require_done=True)
             self._group = None
         return more or bool(self._retries)
@@ -123,7 +130,8 @@ class EngineDriver:
         self._flights, self._retries, self._group, self._in_flights = [], [], None, 0
 
     def abort_waiting(self) -> None:
-        """Drop rows that do not run yet, where the engine can."""
+        """Drop rows that do not run yet, where the engine can. Nothing is added from then on."""
+        self._draining = True
         self._retries = []
         abort_waiting = getattr(self.engine, "abort_waiting", None)
         if abort_waiting is not None:
@@ -147,6 +155,7 @@ class EngineDriver:
             slots = rows * live.n + (part.request_id & (1 << SAMPLE_BITS) - 1)
             mode = modes.get(live.shard.index, "ar").split(" ")[0]
             live.record(from_finished(live.spool.schema, part, slots, mode))
+            live.ended = self._clock()
         self.computed += len(finished)
 
     # -- when it throws

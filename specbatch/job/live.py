@@ -38,6 +38,8 @@ class LiveShard:
         self.needed = self.recovered  # slots that the spool must hold in the end, as far as rows were prepared
         self.answered = self.recovered  # slots the spool holds
         self.taken = 0  # rows with a place
+        self.began: tuple[float, int] | None = None  # the engine's busy seconds and tokens at the first row given to it
+        self.ended: tuple[float, int] | None = None  # and at the last row it finished
         self.errors: Counter[str] = Counter()
         for answers in recovered:
             self.errors += count_errors(answers)
@@ -50,6 +52,13 @@ class LiveShard:
     def outstanding(self) -> int:
         """Slots given to an engine and not answered."""
         return self.needed - self.answered
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Completion tokens a second of the engine, all shards together, while this one was in work."""
+        if self.began is None or self.ended is None or self.ended[0] <= self.began[0]:
+            return None
+        return (self.ended[1] - self.began[1]) / (self.ended[0] - self.began[0])
 
     @property
     def rows_done(self) -> int:

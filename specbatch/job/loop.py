@@ -338,7 +338,7 @@ class JobLoop:
     def _describe(self) -> str:
         """For the watchdog, from another thread."""
         engine: Any = self.driver.engine.progress if self.driver is not None else None
-        shards = [(live.shard.index, live.outstanding) for live in list(self._lives)[:8]]
-        return (
-            f"rows {self.progress.rows_done}/{self.progress.rows_total}, (shard, rows open) {shards}, engine {engine}"
-        )
+        lives = list(self._lives)
+        done = self._base_rows + sum(live.rows_done for live in lives)
+        shards = [(live.shard.index, live.outstanding) for live in lives[:8]]
+        return f"rows {done}/{self.progress.rows_total}, (shard, rows open) {shards}, engine {engine}"

@@ -57,6 +57,7 @@ class PartEntry:
     preemptions: int = 0
     cached_tokens: int = 0
     modes: dict[str, int] = field(default_factory=dict)  # rows by decoding.mode
+    tokens_per_second: float | None = None  # of the engine, all shards together, while this one was in work
     committed: str = ""  # UTC, ISO 8601
 
     @property

@@ -97,6 +97,7 @@ class EngineContext:
     log_decision: Callable[[Mapping[str, object]], None]  # one line of _specbatch/decisions.jsonl; never raises
     resolved: Mapping[str, object]  # describe()["resolved"] of this output's first start: choices to repeat
     rows_left: int  # rows still to do at most (reused and skipped ones included)
+    say: Callable[[str], None] = lambda name: None  # a slow step of loading begins: JobEvents.stage
 
 
 EngineFactory: TypeAlias = "Callable[[EngineContext], BatchEngine]"

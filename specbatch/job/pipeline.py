@@ -164,7 +164,10 @@ class Pipeline:
         self._events.stage("loading model")
         done = sum(part.rows for part in self._manifest.parts if part is not None)
         context = EngineContext(
-            log_decision=self._log.write, resolved=dict(self._manifest.resolved), rows_left=self._manifest.rows - done
+            log_decision=self._log.write,
+            resolved=dict(self._manifest.resolved),
+            rows_left=self._manifest.rows - done,
+            say=self._events.stage,
         )
         engine = self._make_engine(context)
         description = outputs.as_json(engine.describe())

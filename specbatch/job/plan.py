@@ -79,7 +79,13 @@ def make_plan(options: JobOptions, target: Target) -> Plan:
         if rows >= 1 << ROW_BITS:
             raise UsageError(f"{spec.path} has {rows} rows; at most {(1 << ROW_BITS) - 1} can be done")
     tokenizer = LazyTokenizer(target)
-    source = find_source(inputs.schema, options, inputs.is_jsonl, lambda: tokenizer.get.has_chat_template, lambda: tokenizer.get.prefers_chat)
+    source = find_source(
+        inputs.schema,
+        options,
+        inputs.is_jsonl,
+        lambda: tokenizer.get.has_chat_template,
+        lambda: tokenizer.get.prefers_chat,
+    )
     return Plan(options, target, inputs, source, plan_output(inputs.schema, options), tokenizer)
 
 

@@ -29,7 +29,7 @@ class ShardReport:
     reused: int
     prompt_tokens: int
     completion_tokens: int
-    tokens_per_second: float | None
+    tokens_per_second: float | None  # of the engine while the shard was in work
     modes: dict[str, int]  # rows by decoding.mode
     mode: str  # last decided, else what most rows did
     reason: str
@@ -86,7 +86,7 @@ class RunReport:
 
 
 def report(output: Path) -> RunReport:
-    """The report of an output directory. Raises InputMissing without a manifest, OutputMismatch for an unreadable one."""
+    """The report of an output directory. Raises InputMissing without a manifest, OutputMismatch for a broken one."""
     manifest = Manifest.load(output)
     if manifest is None:
         what = "no such directory" if not output.exists() else "no run has written here (no _specbatch/manifest.json)"
@@ -141,7 +141,6 @@ def _shard(manifest: Manifest, shard: Shard, part: PartEntry | None, evidence: S
     file = manifest.inputs[shard.file].path if manifest.inputs else ""
     done = part or PartEntry("", 0, 0)
     most = max(done.modes, key=lambda mode: done.modes[mode]) if done.modes else ""
-    seconds = getattr(done, "seconds", 0.0)
     methods = [method for method in evidence.offered if sum(evidence.offered[method])]
     return ShardReport(
         shard=shard.index,
@@ -154,7 +153,7 @@ def _shard(manifest: Manifest, shard: Shard, part: PartEntry | None, evidence: S
         reused=done.reused,
         prompt_tokens=done.prompt_tokens,
         completion_tokens=done.completion_tokens,
-        tokens_per_second=done.completion_tokens / seconds if seconds else None,
+        tokens_per_second=done.tokens_per_second,
         modes=done.modes,
         mode=evidence.mode or most,
         reason=evidence.reason,

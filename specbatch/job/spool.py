@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from specbatch.job.answers import in_order, one_batch
+from specbatch.job.answers import empty, in_order, one_batch
 from specbatch.job.durable import writing
 
 _FRAME: Final = struct.Struct("<4sIQ")
@@ -151,6 +151,8 @@ class Spool:
 
     def gather(self, slots: NDArray[np.int64]) -> Any:
         """Answers of the given slots, in that order, as one batch. Every slot must have one; nothing may be pending."""
+        if len(slots) == 0:
+            return empty(self.schema)
         where = self._where[slots]
         frames, rows = where >> _POSITION_BITS, where & (1 << _POSITION_BITS) - 1
         order = np.argsort(frames, kind="stable")

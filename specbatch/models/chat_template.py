@@ -50,7 +50,7 @@ def _tojson(
 
 
 class ChatTemplate:
-    """One compiled template. `now` fixes what strftime_now prints, so that a resumed run renders what it rendered before."""
+    """One compiled template. `now` fixes what strftime_now prints, so that a resumed run renders the same again."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
         """Raises ValueError when the template does not parse."""
@@ -79,7 +79,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Text of one conversation. Raises ValueError with the template's own words, or naming what is wrong with a message.
+        """Text of one conversation. Raises ValueError with the template's own words, or naming what is wrong.
 
         Fields that are None are left out, as a column of structs pads missing fields with nulls.
         """
@@ -133,6 +133,7 @@ def choose_template(value: object, where: str) -> str | None:
         return named["default"]
     if len(named) == 1:
         return next(iter(named.values()))
-    raise ValueError(f"{where} has several chat templates and none called default: {', '.join(sorted(named)) or 'none'}")
+    names = ", ".join(sorted(named)) or "none"
+    raise ValueError(f"{where} has several chat templates and none called default: {names}")
 
 

@@ -87,14 +87,14 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     missing = sorted(report.get("missing_keys") or ())
     if missing:
         raise ValueError(
-            f"the files in {path} lack {len(missing)} weights of {type(module).__name__} (first: {missing[0]}); transformers "
-            "would fill them with random numbers"
+            f"the files in {path} lack {len(missing)} weights of {type(module).__name__} (first: {missing[0]}); "
+            "transformers would fill them with random numbers"
         )
     return wrap_module(module.to(device), count_parameters(path))
 
 
 def wrap_module(module: nn.Module, num_parameters: int | None = None) -> LoadedModel:
-    """Take a transformers ...ForCausalLM made with attn_implementation="specbatch" into use, in eval mode, without gradients.
+    """Take a transformers ...ForCausalLM made with attn_implementation="specbatch" into use: eval mode, no gradients.
 
     Its config, with every default filled in, is judged again here. Raises ValueError with the reason.
     """
@@ -120,7 +120,8 @@ def wrap_module(module: nn.Module, num_parameters: int | None = None) -> LoadedM
 
 
 def _freeze_rope(module: nn.Module) -> None:
-    """Stop rotary modules from looking at a batch's longest row: contexts stay where the first frequencies are right."""
+    """Stop rotary modules from looking at a batch's longest row: contexts stay where their first frequencies hold."""
+    rotary: Any
     for rotary in module.modules():
         kind = getattr(rotary, "rope_type", None)
         if isinstance(kind, str) and rope_type({"rope_type": kind}) in ("dynamic", "longrope"):

@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _CLASS_DEFAULTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_key_value_heads": 8},
 }
 
-_UNGATED = ("gpt2", "opt", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "phi", "starcoder2", "stablelm_epoch", "nemotron")
+_UNGATED = ("gpt2", "opt", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "phi", "starcoder2", "nemotron", "biogpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +124,7 @@ def shape_from_config(config: Config, num_parameters: int | None = None) -> Mode
         experts_per_token=int(_first(config, "num_experts_per_tok", default=0)),
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
     )
-    if num_parameters:
-        return shape
-    return _with_parameters(shape, estimate_parameters(shape, config))
-
-
-def _with_parameters(shape: ModelShape, count: int) -> ModelShape:
-    from dataclasses import replace
-
-    return replace(shape, num_parameters=count)
+    return shape if num_parameters else replace(shape, num_parameters=estimate_parameters(shape, config))
 
 
 def estimate_parameters(shape: ModelShape, config: Config) -> int:
@@ -176,14 +168,14 @@ def length_limit(config: Config) -> tuple[int, str | None]:
     limit, note = stated, None
     for settings in rope_settings(config):
         kind = rope_type(settings)
-        original = _first(settings, "original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        original = _first({**config, **settings}, "original_max_position_embeddings")
         if kind == "yarn" and isinstance(original, int):
             limit = max(limit, int(original * float(settings.get("factor") or 1.0)))
         if kind == "longrope" and isinstance(original, int) and original < limit:
             limit = original
             note = (
-                f"LongRoPE rotates every row of a batch differently once one is over {original} tokens: contexts are kept "
-                f"to {original} of the model's {stated}"
+                f"LongRoPE rotates every row of a batch differently once one is over {original} tokens: contexts are "
+                f"kept to {original} of the model's {stated}"
             )
         if kind == "dynamic" and isinstance(original, int):
             limit = min(limit, original)
@@ -216,7 +208,7 @@ def sliding_windows(config: Config, layers: int) -> tuple[int | None, ...]:
 
 
 def count_parameters(path: str | Path) -> int | None:
-    """Parameters in a folder's safetensors files, read from their headers; None without such files. Raises ValueError."""
+    """Parameters in a folder's safetensors files, from their headers; None without such files. Raises ValueError."""
     total = 0
     files = sorted(Path(path).glob("*.safetensors"))
     for file in files:

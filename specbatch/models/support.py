@@ -1,7 +1,7 @@
 """Whether specbatch can run a model right, decided from config.json by name: no torch, no transformers.
 
-What cannot be right yet is refused with the reason; model types nobody has proved are let through here and compared with
-transformers' own attention when they are loaded.
+What cannot be right yet is refused with the reason; model types nobody has proved are let through here and compared
+with transformers' own attention when they are loaded.
 """
 
 from __future__ import annotations
@@ -27,26 +27,37 @@ __all__ = [
     "check_support",
     "count_parameters",
     "model_shape",
+    "model_support",
     "read_config",
     "shape_from_config",
     "sliding_windows",
 ]
 
-# Model types whose packed, paged decoding is tested token for token against transformers' generate.
-PROVED = frozenset()
 
-_RECURRENT = frozenset(
-    "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv xlstm nemotron_h falcon_h1 lfm2 lfm2_moe lfm3 "
-    "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe kimi_linear minimax olmo_hybrid bailing_hybrid plamo2 zaya qwen4_exp".split()
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Model types whose packed, paged decoding is tested token for token against transformers' generate.
+PROVED = _words(
+    "llama qwen2 qwen3 mistral ministral phi3 gemma gemma2 gemma3_text gpt2 opt mixtral qwen3_moe qwen2_moe "
+    "olmo olmo2 olmo3 olmoe granite granitemoe smollm3 starcoder2 gpt_neox cohere cohere2 stablelm phi gpt_oss "
+    "exaone4 glm glm4 seed_oss arcee nemotron gpt_bigcode deepseek_v2 deepseek_v3"
 )
-_OWN_ATTENTION = frozenset(
-    "bloom mpt falcon gpt_neo gpt_neox_japanese xglm cpmant rembert roformer prophetnet big_bird reformer xlnet ctrl "
-    "openai-gpt transfo-xl".split()
+
+_RECURRENT = _words(
+    "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv xlstm nemotron_h falcon_h1 lfm2 "
+    "lfm2_moe lfm3 qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen4_exp kimi_linear minimax olmo_hybrid "
+    "bailing_hybrid plamo2 zaya"
 )
-_OWN_CACHE = {
-    "deepseek_v32": "it attends to tokens an indexer picks",
-    "deepseek_v4": "it attends to tokens an indexer picks",
-    "glm_moe_dsa": "it attends to tokens an indexer picks",
+_OWN_ATTENTION = _words(
+    "bloom mpt falcon gpt_neo gpt_neox_japanese xglm cpmant rembert roformer prophetnet big_bird reformer xlnet "
+    "ctrl openai-gpt transfo-xl"
+)
+_ODD_CACHE = {
+    "deepseek_v32": "it attends to tokens that an indexer picks",
+    "deepseek_v4": "it attends to tokens that an indexer picks",
+    "glm_moe_dsa": "it attends to tokens that an indexer picks",
     "doge": "its mask depends on the values it caches",
     "diffllama": "it splits cached values between two attentions",
     "modernbert-decoder": "its attention looks both ways within a window",
@@ -56,8 +67,8 @@ _OWN_CACHE = {
     "moshi": "it generates audio codes",
     "blt": "it works on bytes in patches",
 }
-_MULTIMODAL_KEYS = ("vision_config", "audio_config", "vision_tower_config", "speech_config", "image_token_id", "image_token_index")
-_GENERATION_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_MULTIMODAL_KEYS = ("vision_config", "audio_config", "vision_tower_config", "speech_config", "image_token_id")
+_GENERATORS = ("ForCausalLM", "LMHeadModel")
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 
 
@@ -78,28 +89,34 @@ def model_shape(path: str | Path) -> ModelShape:
     config = read_config(path)
     support = check_support(config)
     if support.status == "refused":
-        raise ValueError(f"{path} cannot be run ({config.get('model_type', 'unknown type')}): {'; '.join(support.reasons)}")
+        kind = config.get("model_type", "of unknown type")
+        raise ValueError(f"{path} ({kind}) cannot be run: {'; '.join(support.reasons)}")
     try:
         return shape_from_config(config, num_parameters=count_parameters(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
+def model_support(path: str | Path) -> Support:
+    """The judgement of the model in a folder, with the notes a plan should print."""
+    return check_support(read_config(path))
+
+
 def check_support(config: Config) -> Support:
     """Judge a config. Every reason to refuse is listed, not only the first."""
     kind = str(config.get("model_type", ""))
-    reasons = [*_wrong_kind(config, kind), *_wrong_attention(config, kind)]
+    reasons = [*_wrong_kind(config), *_wrong_attention(config, kind)]
     if reasons:
         return Support("refused", tuple(reasons))
     _, note = length_limit(config)
     notes = [note] if note else []
     if kind in PROVED:
         return Support("proved", (), tuple(notes))
-    notes.append(f"model type {kind or 'unknown'} is not among those proved; it is compared with transformers when loaded")
+    notes.append(f"model type {kind or 'unknown'} is not a proved one: it is compared with transformers on loading")
     return Support("unproved", (), tuple(notes))
 
 
-def _wrong_kind(config: Config, kind: str) -> list[str]:
+def _wrong_kind(config: Config) -> list[str]:
     reasons = []
     if config.get("is_encoder_decoder"):
         reasons.append("encoder-decoder models are not supported, only decoders")
@@ -109,8 +126,8 @@ def _wrong_kind(config: Config, kind: str) -> list[str]:
     if multimodal:
         reasons.append(f"it is multimodal (its config has {multimodal[0]}); only text models are supported")
     architectures = [str(a) for a in config.get("architectures") or []]
-    if not multimodal and architectures and not any(a.endswith(_GENERATION_SUFFIXES) for a in architectures):
-        reasons.append(f"{architectures[0]} does not generate text (expected a ...ForCausalLM)")
+    if not multimodal and architectures and not any(a.endswith(_GENERATORS) for a in architectures):
+        reasons.append(f"{architectures[0]} does not generate text (a ...ForCausalLM would)")
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):
         method = quantised.get("quant_method", "an unknown method")
@@ -121,26 +138,29 @@ def _wrong_kind(config: Config, kind: str) -> list[str]:
 def _wrong_attention(config: Config, kind: str) -> list[str]:
     reasons = []
     odd_layers = _odd_layers(config)
-    if kind in _RECURRENT or odd_layers or (kind == "granitemoehybrid" and "mamba" in (config.get("layers_block_type") or [])):
+    if kind in _RECURRENT or odd_layers:
         what = f" (layers of type {', '.join(odd_layers)})" if odd_layers else ""
-        reasons.append(f"it keeps a recurrent or other state besides keys and values{what}, which pages cannot hold yet")
+        reasons.append(f"it keeps recurrent or other state besides keys and values{what}, which pages cannot hold yet")
     if kind in _OWN_ATTENTION:
-        reasons.append("its attention does not go through transformers' attention interface, so it cannot read paged KV")
-    if config.get("alibi") or str(config.get("position_embedding_type", "")).startswith(("relative", "alibi")):
-        reasons.append("its attention adds a position bias (ALiBi or relative) that paged attention does not")
-    if kind in _OWN_CACHE:
-        reasons.append(_OWN_CACHE[kind])
+        reasons.append("its attention bypasses transformers' attention interface, so it cannot read paged KV")
+    bias = str(config.get("position_embedding_type") or "")
+    if config.get("alibi") or bias.startswith(("relative", "alibi")):
+        reasons.append("its attention adds a position bias (ALiBi or relative) that paged attention does not know")
+    if kind in _ODD_CACHE:
+        reasons.append(_ODD_CACHE[kind])
     if config.get("num_kv_shared_layers"):
         reasons.append("some of its layers share another layer's keys and values, which is not supported yet")
     if config.get("attention_chunk_size"):
         reasons.append("chunked attention is not supported yet")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         reasons.append("its attention is not causal")
-    if isinstance(config.get("num_key_value_heads"), list) or config.get("global_head_dim") or config.get("num_global_key_value_heads"):
-        reasons.append("its layers have key-value heads of different number or size, which one page layout cannot hold yet")
+    uneven = isinstance(config.get("num_key_value_heads"), list)
+    if uneven or config.get("global_head_dim") or config.get("num_global_key_value_heads"):
+        reasons.append("its layers differ in number or size of key-value heads, which one page layout cannot hold yet")
     return reasons
 
 
 def _odd_layers(config: Config) -> list[str]:
-    types: list[Any] = config.get("layer_types") or []
+    """Layer types other than attention, under the names configs list them by."""
+    types: list[Any] = [*(config.get("layer_types") or []), *(config.get("layers_block_type") or [])]
     return sorted({str(t) for t in types if t not in _ATTENTION_LAYERS})

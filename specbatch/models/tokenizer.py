@@ -21,7 +21,7 @@ from specbatch.models.chat_template import ChatTemplate, choose_template
 from specbatch.models.token_bytes import TokenBytes, token_bytes
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OTHER_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json", "vocab.txt")
+OTHER_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json")
 ABSURD_LENGTH = 10**9  # "no limit" is written as 10**30 in many tokenizer_config.json
 
 
@@ -134,6 +134,11 @@ class HFTokenizer:
     def vocab_size(self) -> int:
         """Highest id in use + 1. A model's embedding may have more rows."""
         return max(self.vocabulary, default=-1) + 1
+
+    @property
+    def decoder(self) -> object:
+        """How tokens become text, as tokenizer.json has it; equal decoders turn equal tokens into equal bytes."""
+        return self._json.get("decoder")
 
     # ---- what the folder says
 

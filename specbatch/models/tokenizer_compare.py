@@ -14,46 +14,53 @@ class TokenizerComparison:
     compatible: bool
     reason: str
     first_difference: int | None = None
-    shared: int = 0  # ids with the same meaning
+    shared: int = 0  # ids both use
     target_only: int = 0  # ids only the target's tokenizer uses
     draft_only: int = 0
 
 
 def compare(target: HFTokenizer, draft: HFTokenizer, draft_vocab_size: int | None = None) -> TokenizerComparison:
-    """Compare two tokenizers id by id.
+    """Compare two tokenizers id by id (sizes say nothing: padded vocabularies differ, strangers may agree).
 
-    A draft with more ids than the target is fine (it is never asked for them); a target with ids the draft's tokenizer lacks is
-    fine while the draft's embedding (`draft_vocab_size` rows) still holds them.
+    A draft with more ids than the target is fine, as it is never asked for them. A target with ids that the draft's
+    tokenizer lacks is fine while the draft model's embedding (`draft_vocab_size` rows) still holds them.
     """
     ours, theirs = target.vocabulary, draft.vocabulary
     common = sorted(ours.keys() & theirs.keys())
-    target_bytes, draft_bytes = target.byte_table, draft.byte_table
-    for token_id in common:
-        if target_bytes[token_id] != draft_bytes[token_id] or (
-            ours[token_id] != theirs[token_id] and not target_bytes[token_id]
-        ):
-            return TokenizerComparison(
-                False,
-                f"the draft's tokenizer is another mapping: id {token_id} is {ours[token_id]!r} to the target and "
-                f"{theirs[token_id]!r} to the draft",
-                first_difference=token_id,
-            )
     target_only, draft_only = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    counts = (len(common), len(target_only), len(draft_only))
     if not common:
-        return TokenizerComparison(False, "the two tokenizers have no id in common", first_difference=0)
+        return TokenizerComparison(False, "the two tokenizers have no id in common", 0, *counts)
+    different = _first_difference(target, draft, common)
+    if different is not None:
+        reason = (
+            f"the draft's tokenizer is another mapping: id {different} is {ours[different]!r} to the target and "
+            f"{theirs[different]!r} to the draft"
+        )
+        return TokenizerComparison(False, reason, different, *counts)
     rows = max(draft_vocab_size or 0, draft.vocab_size)
     missing = sorted(i for i in target_only if i >= rows)
     if missing:
-        return TokenizerComparison(
-            False,
-            f"the target uses id {missing[0]} ({ours[missing[0]]!r}) and {len(missing) - 1} more that the draft model has "
-            f"no embedding for (it has {rows})",
-            first_difference=missing[0],
-            shared=len(common),
-            target_only=len(target_only),
-            draft_only=len(draft_only),
+        reason = (
+            f"the target uses {len(missing)} ids, from {missing[0]} ({ours[missing[0]]!r}) on, that the draft model "
+            f"has no embedding for (it has {rows})"
         )
+        return TokenizerComparison(False, reason, missing[0], *counts)
     reason = f"{len(common)} ids mean the same"
     if target_only or draft_only:
         reason += f", {len(target_only)} only in the target's tokenizer, {len(draft_only)} only in the draft's"
-    return TokenizerComparison(True, reason, None, len(common), len(target_only), len(draft_only))
+    return TokenizerComparison(True, reason, None, *counts)
+
+
+def _first_difference(target: HFTokenizer, draft: HFTokenizer, common: list[int]) -> int | None:
+    """The lowest id of another meaning. Bytes are worked out only where equal names do not settle it."""
+    ours, theirs = target.vocabulary, draft.vocabulary
+    ours_special, theirs_special = target.special_ids, draft.special_ids
+    same_decoder = target.decoder == draft.decoder
+    for token_id in common:
+        if ours[token_id] == theirs[token_id] and (same_decoder or token_id in ours_special & theirs_special):
+            continue
+        prints_nothing = token_id in ours_special or token_id in theirs_special
+        if prints_nothing or target.byte_table[token_id] != draft.byte_table[token_id]:
+            return token_id
+    return None

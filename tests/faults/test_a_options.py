@@ -106,6 +106,8 @@ def test_every_field_of_the_options_can_be_set() -> None:
         ({"format": "openai-batch", "compression": "none"}, "--compression has no effect"),
         ({"chat": "off", "system": "x"}, "--system has no effect"),
         ({"device": "cpu", "devices": "0,1"}, "--devices are CUDA devices"),
+        ({"log-format": "json", "show": "3"}, "--show has no effect"),
+        ({"show": "-1"}, "--show must be at least 0, got -1"),
         ({"progress": "none", "log-interval": "5s"}, "--log-interval has no effect"),
         ({"progress": "bar", "log-interval": "5s"}, "--log-interval has no effect"),
     ],

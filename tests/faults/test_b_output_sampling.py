@@ -38,13 +38,25 @@ def excess(rounds: Rounds, params: SamplingParams, run_seed: int = 0) -> float:
 class TestB8ExactDistribution:
     """Whole rounds have the target's distribution, for any draft, jointly over positions."""
 
-    @pytest.mark.parametrize("k", [1, 2, 3, 4])
-    @pytest.mark.parametrize("options", OPTIONS)
+    # Each method with every k and every kind of options, each of those twice.
+    @pytest.mark.parametrize(
+        ("k", "options"),
+        [
+            (1, "temperature"),
+            (1, "top-p"),
+            (2, "top-k"),
+            (2, "all"),
+            (3, "temperature"),
+            (3, "top-p"),
+            (4, "top-k"),
+            (4, "all"),
+        ],
+    )
     @pytest.mark.parametrize("method", ["coupled", "rejection"])
     def test_joint_distribution(self, method: str, options: str, k: int) -> None:
         pair = list(PAIRS)[(k + list(OPTIONS).index(options)) % len(PAIRS)]
         target, draft = PAIRS[pair]
-        rounds = Rounds(target, draft, k=k, method=method, static=k % 2 == 0)
+        rounds = Rounds(target, draft, k=k, method=method, static=k in (1, 2))
         assert excess(rounds, OPTIONS[options], run_seed=k) < PASSES
 
     @pytest.mark.parametrize("method", ["coupled", "rejection"])
@@ -171,7 +183,7 @@ class TestB7ARowsTokensAreItsOwn:
         tokens, _ = rounds.run(params, len(order), 12, request_id=np.array(order) + 1000, run_seed=5)
         return dict(zip(order, tokens.tolist(), strict=True))
 
-    @pytest.mark.parametrize("k", [0, 1, 4])
+    @pytest.mark.parametrize("k", [0, 4])
     def test_same_tokens_in_any_batch(self, k: int) -> None:
         expected = self.run(Rounds(self.target), list(range(8)))
         rounds = Rounds(self.target, self.draft if k else None, k=k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ class _Remembering(StandInEngine):
 
     def add(self, batch: RequestBatch) -> None:
         offsets = batch.prompt_offsets.tolist()
-        for begin, end in zip(offsets, offsets[1:], strict=False):
+        for begin, end in itertools.pairwise(offsets):
             self.seen.append(batch.prompt_values[begin:end].astype(np.uint8).tobytes())
         super().add(batch)
 
@@ -138,7 +139,9 @@ class TestF3MissingValuesInTemplates:
         run(table, tmp_path / "out", factory=factory, template="{{{n}}} {ok} {body}")
         assert factory.made[0].seen == [b"{7} true text"]
 
-    @pytest.mark.parametrize("template", ["no column", "{missing}", "{prompt!r}", "{prompt:>10}", "{prompt", "{nested}"])
+    @pytest.mark.parametrize(
+        "template", ["no column", "{missing}", "{prompt!r}", "{prompt:>10}", "{prompt", "{nested}"]
+    )
     def test_a_template_that_cannot_work_is_refused(self, tmp_path: Path, template: str) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": ["a"], "nested": [[1]]})
         with pytest.raises(UsageError):
@@ -170,12 +173,14 @@ class TestF5Parameters:
         assert codes(tmp_path / "out") == [None] * 4 + [bad] * 4 + [None, bad, None, bad]
 
     def test_nan_from_pandas_is_no_value(self, tmp_path: Path) -> None:
-        column = pa.array([{"max_tokens": float("nan")}, {"max_tokens": 3.0}], pa.struct([("max_tokens", pa.float64())]))
+        column = pa.array(
+            [{"max_tokens": float("nan")}, {"max_tokens": 3.0}], pa.struct([("max_tokens", pa.float64())])
+        )
         table = write(tmp_path / "in.parquet", {"prompt": prompts(2), "params": column})
         assert run(table, tmp_path / "out", params_column="params").exit_code == ExitCode.OK
 
     def test_the_same_from_the_command_line_is_usage(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="max_tokens .*at least 1"):
+        with pytest.raises(ValueError, match=r"max_tokens .*at least 1"):
             SamplingParams(max_tokens=0)
         table = write(tmp_path / "in.parquet", {"prompt": ["a"]})
         with pytest.raises(UsageError, match="4096") as caught:

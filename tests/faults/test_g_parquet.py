@@ -220,7 +220,9 @@ class TestG17Garbage:
     def test_one_corrupt_row_group_leaves_the_others_done(self, tmp_path: Path) -> None:
         table = tmp_path / "in.parquet"
         rows = pa.table({"prompt": [f"{i} " + os.urandom(40).hex() for i in range(3000)]})
-        pq.write_table(rows, table, row_group_size=1000, compression="none", use_dictionary=False, write_page_checksum=True)
+        pq.write_table(
+            rows, table, row_group_size=1000, compression="none", use_dictionary=False, write_page_checksum=True
+        )
         chunk = pq.ParquetFile(table).metadata.row_group(1).column(0)
         data = bytearray(table.read_bytes())
         middle = chunk.data_page_offset + chunk.total_compressed_size // 2

@@ -61,7 +61,9 @@ class TestH19KilledHalfWay:
         assert code == ExitCode.OK, err
         assert answers(out) == answers(tmp_path / "clean")
 
-    def test_finished_rows_of_an_unfinished_shard_are_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_finished_rows_of_an_unfinished_shard_are_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """One shard, stopped in its middle: what was spooled is not computed again."""
         monkeypatch.setattr(spool, "FLUSH_SECONDS", 0.0)
         table = write(tmp_path / "in.parquet", {"prompt": prompts(300)})
@@ -205,7 +207,9 @@ class TestH23Duplicates:
         assert [row["decoding"]["source"] for row in rows].count("duplicate") == 8
         run(table, tmp_path / "plain", shard_rows=3, deduplicate=False)
         assert answers(tmp_path / "out") == answers(tmp_path / "plain")
-        assert sum(row["decoding"]["steps"] for row in rows) == rows[0]["decoding"]["steps"] + rows[4]["decoding"]["steps"]
+        assert (
+            sum(row["decoding"]["steps"] for row in rows) == rows[0]["decoding"]["steps"] + rows[4]["decoding"]["steps"]
+        )
 
     def test_sampled_duplicates_are_independent(self, tmp_path: Path) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": ["same"] * 4})

@@ -1,0 +1,268 @@
+"""FAULTS J, as far as the job goes: a hung step, signals, deadlines, error budgets, out of memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbatch.errors import ExitCode, ResourceError
+from specbatch.requests import EngineProgress, RequestBatch
+from specbatch.standin import StandInEngine, StandInSettings
+from tests.jobs import Factory, Recorder, answers, finish, parts, prompts, read, run, start, write
+
+SLOW = "capacity=5,delay=0.05"
+
+
+def running(out: Path, process: subprocess.Popen[str], ready: Callable[[], bool] = lambda: True) -> None:
+    """Wait until the job has finished some rows."""
+    while not (list(out.glob("_specbatch/spool/*")) and ready()):
+        assert process.poll() is None, finish(process)
+        time.sleep(0.01)
+
+
+def hanging(out: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the job is in the step that never returns: its last answers are older than a flush."""
+    manifest = out / "_specbatch" / "manifest.json"
+    while not (manifest.exists() and time.time() - manifest.stat().st_mtime > 1.5):
+        assert process.poll() is None, finish(process)
+        time.sleep(0.05)
+
+
+class TestJ36Stall:
+    def test_a_step_that_never_returns(self, tmp_path: Path) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(50)})
+        process = start(table, "-o", tmp_path / "out", "--stall-timeout", "1", standin="capacity=5,hang_after=3")
+        code, _, err = finish(process, timeout=60)
+        assert code == ExitCode.UNEXPECTED
+        assert "no progress" in err
+        assert re.search(r"rows 1[0-5]/50", err), err  # the state
+        assert "standin.py" in err  # where it hangs
+        code, _, err = finish(start(table, "-o", tmp_path / "out"))
+        assert code == ExitCode.OK, err
+
+    def test_steps_that_move_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An engine that steps for ever without a token is a stall too."""
+
+        class Idle(StandInEngine):
+            def step(self) -> bool:
+                time.sleep(0.01)
+                return True
+
+        ended: list[int] = []
+
+        class Ended(Exception):
+            pass
+
+        def leave(code: int) -> None:
+            ended.append(code)
+            os.kill(os.getpid(), signal.SIGINT)  # the watchdog's thread cannot end this process: the test does
+
+        monkeypatch.setattr("specbatch.job.signals.os._exit", leave)
+        monkeypatch.setattr("specbatch.job.signals.faulthandler.dump_traceback", lambda **keywords: None)
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(5)})
+        stalled: list[str] = []
+        events = Recorder()
+        monkeypatch.setattr(events, "stalled", stalled.append, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            run(table, tmp_path / "out", factory=Factory(make=lambda context: Idle()), events=events, stall_timeout=0.5)
+        assert ended[0] == ExitCode.UNEXPECTED
+        assert "rows 0/5" in stalled[0]
+
+
+class TestJ37Signals:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_the_first_drains(self, tmp_path: Path, number: signal.Signals) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(600)}, row_group_size=100)
+        out = tmp_path / "out"
+        process = start(table, "-o", out, "--shard-rows", "100", "--grace", "10", "--json", standin=SLOW)
+        running(out, process)
+        process.send_signal(number)
+        before = time.monotonic()
+        code, text, err = finish(process)
+        assert code == 128 + number, err
+        assert time.monotonic() - before < 30
+        assert "Traceback" not in err
+        summary = json.loads(text.splitlines()[-1])
+        assert (summary["exit_code"], summary["reason"]) == (code, number.name)
+        assert not (out / "_SUCCESS").exists()
+        manifest = json.loads((out / "_specbatch" / "manifest.json").read_text())
+        assert manifest["starts"][-1]["exit_code"] == code
+        assert finish(start(table, "-o", out, "--shard-rows", "100"))[0] == ExitCode.OK
+        run(table, tmp_path / "clean", shard_rows=100)
+        assert answers(out) == answers(tmp_path / "clean")
+
+    def test_the_second_ends_it_at_once(self, tmp_path: Path) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(50)})
+        process = start(table, "-o", tmp_path / "out", standin="capacity=5,hang_after=3")
+        hanging(tmp_path / "out", process)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) in (128 + signal.SIGTERM, -signal.SIGTERM)
+        finish(process)
+
+    def test_a_step_that_hangs_does_not_outlive_the_grace_period(self, tmp_path: Path) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(50)})
+        process = start(table, "-o", tmp_path / "out", "--grace", "0", standin="capacity=5,hang_after=3")
+        hanging(tmp_path / "out", process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        finish(process)
+
+    def test_usr1_prints_progress(self, tmp_path: Path) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(200)})
+        process = start(table, "-o", tmp_path / "out", "--progress", "none", standin=SLOW)
+        running(tmp_path / "out", process)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finish(process)
+        assert code == 143
+        assert any("/200" in line or "of 200" in line for line in err.splitlines()), err
+
+    def test_no_child_processes(self, tmp_path: Path) -> None:
+        """KILL of the job leaves nothing behind: it never had children."""
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(200)})
+        process = start(table, "-o", tmp_path / "out", standin=SLOW)
+        running(tmp_path / "out", process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        if not children.exists():
+            process.kill()
+            pytest.skip("the kernel does not list children")
+        assert children.read_text().split() == []
+        process.kill()
+        finish(process)
+
+
+class TestDeadline:
+    def test_stops_admitting_in_time_and_exits_5(self, tmp_path: Path) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(2000)}, row_group_size=100)
+        settings = StandInSettings(capacity=10, delay=0.02)
+        before = time.monotonic()
+        result = run(table, tmp_path / "out", settings=settings, shard_rows=100, max_duration=1.5)
+        assert time.monotonic() - before < 5
+        assert (result.exit_code, result.reason) == (ExitCode.DEADLINE, "max-duration")
+        assert 0 < result.rows_this_start < 2000
+        assert run(table, tmp_path / "out", shard_rows=100, max_duration=600.0).exit_code == ExitCode.OK
+        run(table, tmp_path / "clean", shard_rows=100)
+        assert answers(tmp_path / "out") == answers(tmp_path / "clean")
+
+
+class TestErrorBudget:
+    def table(self, tmp_path: Path) -> Path:
+        return write(tmp_path / "in.parquet", {"prompt": ["" if i % 10 == 3 else f"p {i}" for i in range(1000)]},
+                     row_group_size=100)  # fmt: skip
+
+    def test_stops(self, tmp_path: Path) -> None:
+        result = run(self.table(tmp_path), tmp_path / "out", shard_rows=100, max_errors=20, read_ahead_rows=100)
+        assert (result.exit_code, result.reason) == (ExitCode.ERROR_BUDGET, "error budget")
+        assert 0 < result.rows_done < 1000
+        assert not (tmp_path / "out" / "_SUCCESS").exists()
+        result = run(self.table(tmp_path), tmp_path / "out", shard_rows=100)
+        assert (result.exit_code, result.row_errors) == (ExitCode.ROW_ERRORS, 100)
+
+    @pytest.mark.parametrize(("rate", "code"), [(0.05, 4), (0.2, 3)])
+    def test_rate(self, tmp_path: Path, rate: float, code: int) -> None:
+        assert run(self.table(tmp_path), tmp_path / "out", shard_rows=100, max_error_rate=rate).exit_code == code
+
+    def test_enough_budget(self, tmp_path: Path) -> None:
+        result = run(self.table(tmp_path), tmp_path / "out", shard_rows=100, max_errors=100)
+        assert result.exit_code == ExitCode.ROW_ERRORS
+
+
+class Stubborn(StandInEngine):
+    """Knows no reduce_batch: the job has to halve by itself."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "reduce_batch":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+class TestJ40OutOfMemory:
+    @pytest.mark.parametrize("make", [StandInEngine, Stubborn])
+    def test_above_two_rows(self, tmp_path: Path, make: Any) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(40)}, row_group_size=10)
+        events = Recorder()
+        factory = Factory(make=lambda context: make(StandInSettings(oom_above=2)))
+        result = run(table, tmp_path / "out", factory=factory, events=events, shard_rows=10)
+        assert (result.exit_code, result.row_errors) == (ExitCode.OK, 0)
+        run(table, tmp_path / "clean", shard_rows=10)
+        assert answers(tmp_path / "out") == answers(tmp_path / "clean")
+        assert events.warnings
+
+    @pytest.mark.parametrize("make", [StandInEngine, Stubborn])
+    def test_at_batch_one_a_row_error(self, tmp_path: Path, make: Any) -> None:
+        texts = [*prompts(20), "huge", *prompts(20, "more")]
+        table = write(tmp_path / "in.parquet", {"prompt": texts})
+        factory = Factory(make=lambda context: make(StandInSettings(oom_on="huge")))
+        result = run(table, tmp_path / "out", factory=factory)
+        assert result.row_errors_by_code == {"out_of_memory": 1}
+        assert [row["prompt"] for row in read(tmp_path / "out") if row["error"]] == ["huge"]
+
+    def test_for_ever(self, tmp_path: Path) -> None:
+        class Hopeless(StandInEngine):
+            def reduce_batch(self) -> int:
+                return 1
+
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(5)})
+        factory = Factory(make=lambda context: Hopeless(StandInSettings(oom_above=1)))
+        with pytest.raises(ResourceError, match="again and again"):
+            run(table, tmp_path / "out", factory=factory)
+
+
+class TestVanishing:
+    def test_an_input_that_vanishes(self, tmp_path: Path) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(300)}, row_group_size=50)
+        out = tmp_path / "out"
+        process = start(table, "-o", out, "--shard-rows", "50", "--read-ahead-rows", "1", standin=SLOW)
+        running(out, process)
+        table.rename(tmp_path / "gone")
+        code, _, err = finish(process)
+        assert code == ExitCode.INPUT_MISSING, err
+        assert "Traceback" not in err
+        (tmp_path / "gone").rename(table)
+        assert finish(start(table, "-o", out, "--shard-rows", "50"))[0] == ExitCode.OK
+
+    def test_an_input_that_changes(self, tmp_path: Path) -> None:
+        class Editing(StandInEngine):
+            def add(self, batch: RequestBatch) -> None:
+                write(tmp_path / "in.parquet", {"prompt": prompts(6, "edited")}, row_group_size=2)
+                super().add(batch)
+
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(6)}, row_group_size=2)
+        with pytest.raises(Exception, match="changed while the job was reading it") as caught:
+            run(table, tmp_path / "out", factory=Factory(make=lambda context: Editing()), shard_rows=2)
+        assert caught.value.exit_code == ExitCode.OTHER_RUN  # type: ignore[attr-defined]
+        assert parts(tmp_path / "out") == []
+
+
+def test_progress_counts_grow_and_end_at_the_total(tmp_path: Path) -> None:
+    class Ticks(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[int] = []
+            self.engines: list[EngineProgress | None] = []
+
+        def tick(self, progress: Any) -> None:
+            self.rows.append(progress.rows_done)
+            self.engines.append(progress.engine)
+
+    table = write(tmp_path / "in.parquet", {"prompt": [*prompts(200), None, ""]}, row_group_size=50)
+    events = Ticks()
+    settings = StandInSettings(capacity=20, delay=0.02)
+    result = run(table, tmp_path / "out", settings=settings, events=events, shard_rows=50)
+    assert events.rows == sorted(events.rows)
+    assert events.rows[-1] == 202 == result.rows_this_start
+    assert events.committed == [0, 1, 2, 3, 4]
+    assert events.engines[-1] is not None

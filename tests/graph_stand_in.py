@@ -1,0 +1,92 @@
+"""A stand-in for CUDA graphs on the CPU: a tape of torch operations, replayed over the tensors it was recorded with.
+
+As with a real graph, host values are baked in, an operation that depends on data cannot be captured, tensors from
+outside the fixed buffers cannot be read, and what was computed on the way is worthless between replays: it is filled
+with garbage before each one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GARBAGE = {torch.bool: True, torch.int32: 0x5A5A5A5A, torch.int64: 0x5A5A5A5A5A5A5A5A}
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def depends_on_data(func: Any, args: Any) -> bool:
+    """Whether the host must wait for the device to know the operation's result or its shape."""
+    if func is torch.ops.aten.index.Tensor:  # only a boolean mask makes its shape unknown
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    """Records the operations below it."""
+
+    def __init__(self, fixed: set[int]) -> None:
+        super().__init__()
+        self.fixed = fixed
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.made: dict[int, Tensor] = {}  # by storage; kept alive, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if depends_on_data(func, args):
+            raise RuntimeError(f"{func} depends on data and cannot be captured")
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.numel() and storage_of(tensor) not in self.fixed and storage_of(tensor) not in self.made:
+                raise RuntimeError(f"{func} reads a tensor {tuple(tensor.shape)} from outside the captured buffers")
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            if tensor.numel() and storage_of(tensor) not in self.fixed:
+                self.made.setdefault(storage_of(tensor), tensor)
+        self.operations.append((func, args, kwargs, out))
+        return out
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for tensor in self.made.values():
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            whole.fill_(GARBAGE.get(tensor.dtype, float("nan")))
+        for func, args, kwargs, out in self.operations:
+            if func._schema.is_mutable:
+                func(*args, **kwargs)
+                continue
+            inputs = {storage_of(t) for t in tensors_in((args, kwargs))}
+            if all(storage_of(t) in inputs for t in tensors_in(out)):
+                continue  # a view: still the same memory
+            for old, new in zip(tensors_in(out), tensors_in(func(*args, **kwargs)), strict=True):
+                old.copy_(new)
+
+
+class TapeCapturer:
+    """Implements specbatch.engine.graphs.Capturer over fixed tensors: weights, pages, the step's buffers."""
+
+    def __init__(self, fixed: Iterable[Tensor]) -> None:
+        self.fixed = {storage_of(tensor) for tensor in fixed}
+        self.tapes: list[Tape] = []
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        tape = Tape(self.fixed)
+        with tape:
+            function()
+        self.tapes.append(tape)
+        tape.replay()
+        return tape.replay
+
+    def memory(self) -> int:
+        return sum(t.untyped_storage().nbytes() for tape in self.tapes for t in tape.made.values())
