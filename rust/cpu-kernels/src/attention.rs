@@ -6,15 +6,26 @@
 
 use rayon::prelude::*;
 
-use crate::exp::exp;
+#[cfg(target_arch = "x86_64")]
+use crate::avx2::{self, Load8};
 use crate::pages::{Element, LayerPages};
-use crate::simd::{Level, multiply_add};
+use crate::simd::has_avx2;
 
 /// Keys of one block: their scores stay in registers and the first cache.
-const KEYS: usize = 16;
+pub(crate) const KEYS: usize = 16;
 /// Query tokens of one tile.
 const TILE: usize = 16;
-const LANES: usize = 8;
+
+/// What pages may hold.
+#[cfg(target_arch = "x86_64")]
+pub trait Stored: Element + Load8 {}
+#[cfg(target_arch = "x86_64")]
+impl<E: Element + Load8> Stored for E {}
+/// What pages may hold.
+#[cfg(not(target_arch = "x86_64"))]
+pub trait Stored: Element {}
+#[cfg(not(target_arch = "x86_64"))]
+impl<E: Element> Stored for E {}
 
 /// One step's rows: what `AttentionMetadata` says on the Python side.
 #[derive(Clone, Copy)]
@@ -54,7 +65,7 @@ unsafe impl Sync for Shared {}
 ///
 /// # Errors
 /// A message when sizes do not fit together or a block table names a page that is not there; `out` is untouched then.
-pub fn forward<E: Element>(
+pub fn forward<E: Stored>(
     query: &[f32],
     heads: usize,
     storage: &[E],
@@ -64,7 +75,7 @@ pub fn forward<E: Element>(
     out: &mut [f32],
 ) -> Result<(), String> {
     check(query, heads, storage.len(), pages, rows, options, out)?;
-    let level = Level::detect();
+    let vectors = has_avx2();
     let mut tasks: Vec<(usize, usize)> = Vec::new();
     for (row, range) in rows.query_start.windows(2).enumerate() {
         tasks.extend((range[0] as usize..range[1] as usize).step_by(TILE).map(|start| (row, start)));
@@ -73,7 +84,7 @@ pub fn forward<E: Element>(
     let out = Shared(out.as_mut_ptr());
     let run = |&(row, start): &(usize, usize), kv_head: usize| {
         let task = Task { query, heads, group, storage, pages, rows, options, row, start, kv_head };
-        task.dispatch(level, out);
+        task.dispatch(vectors, out);
     };
     let work: usize = rows.seq_lens.iter().map(|&n| n as usize).sum::<usize>() * pages.kv_heads;
     if tasks.len() * pages.kv_heads < 2 || work * pages.head_dim < 1 << 14 {
@@ -99,9 +110,15 @@ fn check(
     let tokens = rows.query_start.last().copied().unwrap_or(0);
     let need = |ok: bool, message: String| if ok { Ok(()) } else { Err(message) };
     need(pages.kv_heads > 0 && heads % pages.kv_heads == 0, format!("{heads} heads over {} KV heads", pages.kv_heads))?;
-    need(rows.query_start.len() == count + 1, format!("query_start holds {}, not {}", rows.query_start.len(), count + 1))?;
+    need(
+        rows.query_start.len() == count + 1,
+        format!("query_start holds {}, not {}", rows.query_start.len(), count + 1),
+    )?;
     need(rows.block_tables.len() == count * rows.pages_per_row, "block_tables and seq_lens do not fit".into())?;
-    need(rows.query_start[0] == 0 && rows.query_start.windows(2).all(|w| w[0] <= w[1]), "query_start must not fall".into())?;
+    need(
+        rows.query_start[0] == 0 && rows.query_start.windows(2).all(|w| w[0] <= w[1]),
+        "query_start must not fall".into(),
+    )?;
     let size = tokens as usize * heads * pages.head_dim;
     need(query.len() >= size && out.len() >= size, format!("query and out need {size} numbers"))?;
     need(options.sinks.is_none_or(|s| s.len() == heads), "sinks: one a head".into())?;
@@ -115,7 +132,10 @@ fn check(
         }
         need(len >= queries, format!("row {row} has {queries} query tokens and a context of {len}"))?;
         let used = (len as usize).div_ceil(pages.block_size);
-        need(used <= rows.pages_per_row, format!("row {row} needs {used} pages, the table has {}", rows.pages_per_row))?;
+        need(
+            used <= rows.pages_per_row,
+            format!("row {row} needs {used} pages, the table has {}", rows.pages_per_row),
+        )?;
         let table = &rows.block_tables[row * rows.pages_per_row..][..used];
         let bad = table.iter().find(|&&p| p < 0 || p as usize >= limit);
         need(bad.is_none(), format!("row {row} names page {}, there are {limit}", bad.copied().unwrap_or(0)))?;
@@ -137,45 +157,27 @@ struct Task<'a, E> {
     kv_head: usize,
 }
 
-impl<E: Element> Task<'_, E> {
-    fn dispatch(&self, level: Level, out: Shared) {
+impl<E: Stored> Task<'_, E> {
+    fn dispatch(&self, vectors: bool, out: Shared) {
         #[cfg(target_arch = "x86_64")]
-        match level {
-            // SAFETY: `Level::detect` found the instructions.
-            Level::Avx512 => return unsafe { self.avx512(out) },
-            Level::Avx2 => return unsafe { self.avx2(out) },
-            Level::Baseline => {}
+        if vectors && self.pages.head_dim % 8 == 0 {
+            // SAFETY: `simd::has_avx2` found the instructions.
+            return unsafe { self.avx2(out) };
         }
-        let _ = level;
-        self.by_width::<{ cfg!(target_arch = "aarch64") }>(out);
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f,avx512vl,avx2,fma")]
-    unsafe fn avx512(&self, out: Shared) {
-        self.by_width::<true>(out);
+        let _ = vectors;
+        self.run::<false>(out);
     }
 
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2(&self, out: Shared) {
-        self.by_width::<true>(out);
+        self.run::<true>(out);
     }
 
-    /// Common head sizes get their own loops.
+    /// The task itself; `AVX2` only where the caller was compiled for it and the head size is a multiple of 8.
     #[inline(always)]
-    fn by_width<const FMA: bool>(&self, out: Shared) {
-        match self.pages.head_dim {
-            64 => self.run::<FMA, 64>(out),
-            128 => self.run::<FMA, 128>(out),
-            _ => self.run::<FMA, 0>(out),
-        }
-    }
-
-    /// `D` is the head size, or 0 when it is known only at run time.
-    #[inline(always)]
-    fn run<const FMA: bool, const D: usize>(&self, out: Shared) {
-        let dim = if D > 0 { D } else { self.pages.head_dim };
+    fn run<const AVX2: bool>(&self, out: Shared) {
+        let dim = self.pages.head_dim;
         let row_start = self.rows.query_start[self.row] as usize;
         let row_end = self.rows.query_start[self.row + 1] as usize;
         let end = (self.start + TILE).min(row_end);
@@ -185,7 +187,8 @@ impl<E: Element> Task<'_, E> {
         let mut maximum = vec![f32::NEG_INFINITY; queries];
         let mut sum = vec![0.0f32; queries];
         // Past the tile's last token nothing is visible; a tree may only look at its own row's tokens.
-        let last = if self.rows.ancestors.is_some() { context + row_end - row_start } else { context + end - row_start };
+        let last =
+            if self.rows.ancestors.is_some() { context + row_end - row_start } else { context + end - row_start };
         let first = match self.options.window {
             Some(window) if self.rows.ancestors.is_none() => {
                 (context + self.start - row_start + 1).saturating_sub(window as usize)
@@ -211,16 +214,19 @@ impl<E: Element> Task<'_, E> {
                 }
                 let head = self.kv_head * self.group + q % self.group;
                 let query = &self.query[(token * self.heads + head) * dim..][..dim];
-                dots::<FMA, E>(query, keys, stride, count, &mut scores);
+                let target = &mut acc[q * dim..][..dim];
+                #[cfg(target_arch = "x86_64")]
+                if AVX2 {
+                    // SAFETY: `dispatch` proved the instructions and the size; the slices end with the last key.
+                    unsafe { avx2::dots(query, keys, stride, count, &mut scores) };
+                    self.shape_scores(&mut scores[..count], token, row_start, context, at);
+                    // SAFETY: as above.
+                    unsafe { avx2::absorb(&mut scores, count, values, stride, target, &mut maximum[q], &mut sum[q]) };
+                    continue;
+                }
+                dots(query, keys, stride, &mut scores[..count]);
                 self.shape_scores(&mut scores[..count], token, row_start, context, at);
-                absorb::<FMA, E>(
-                    &scores[..count],
-                    values,
-                    stride,
-                    &mut acc[q * dim..][..dim],
-                    &mut maximum[q],
-                    &mut sum[q],
-                );
+                absorb(&scores[..count], values, stride, target, &mut maximum[q], &mut sum[q]);
             }
             at += count;
         }
@@ -228,7 +234,7 @@ impl<E: Element> Task<'_, E> {
             let (token, head) = (self.start + q / self.group, self.kv_head * self.group + q % self.group);
             let mut total = sum[q];
             if let Some(sinks) = self.options.sinks {
-                total += exp_any(sinks[head] - maximum[q]);
+                total += (sinks[head] - maximum[q]).exp(); // of either sign: a sink may be above every score
             }
             let factor = if total > 0.0 { 1.0 / total } else { 0.0 };
             // SAFETY: tokens of a tile and heads of a KV head belong to this task alone; `check` proved the length.
@@ -257,7 +263,10 @@ impl<E: Element> Task<'_, E> {
                 let key = at + j;
                 let own = key.wrapping_sub(context);
                 let hidden = key >= context && (own >= 64 || bits >> own & 1 == 0);
-                let far = self.options.window.is_some_and(|w| self.position(row_start, context, key) <= self.position_of(token, index) - w);
+                let far = self
+                    .options
+                    .window
+                    .is_some_and(|w| self.position(row_start, context, key) <= self.position_of(token, index) - w);
                 if hidden || far {
                     *s = f32::NEG_INFINITY;
                 }
@@ -290,109 +299,31 @@ impl<E: Element> Task<'_, E> {
     }
 }
 
-/// `scores[j]` = query . key j, four keys at a time.
-#[inline(always)]
-fn dots<const FMA: bool, E: Element>(query: &[f32], keys: &[E], stride: usize, count: usize, scores: &mut [f32; KEYS]) {
-    let dim = query.len();
-    let mut j = 0;
-    while j + 4 <= count {
-        let k: [&[E]; 4] = std::array::from_fn(|i| &keys[(j + i) * stride..][..dim]);
-        let mut acc = [[0.0f32; LANES]; 4];
-        let whole = dim / LANES * LANES;
-        let mut d = 0;
-        while d < whole {
-            for i in 0..4 {
-                for l in 0..LANES {
-                    acc[i][l] = multiply_add::<FMA>(query[d + l], k[i][d + l].to_f32(), acc[i][l]);
-                }
-            }
-            d += LANES;
-        }
-        for i in 0..4 {
-            let mut s = fold(&acc[i]);
-            for d in whole..dim {
-                s = multiply_add::<FMA>(query[d], k[i][d].to_f32(), s);
-            }
-            scores[j + i] = s;
-        }
-        j += 4;
-    }
-    while j < count {
-        let key = &keys[j * stride..][..dim];
-        let mut acc = [0.0f32; LANES];
-        let whole = dim / LANES * LANES;
-        let mut d = 0;
-        while d < whole {
-            for l in 0..LANES {
-                acc[l] = multiply_add::<FMA>(query[d + l], key[d + l].to_f32(), acc[l]);
-            }
-            d += LANES;
-        }
-        let mut s = fold(&acc);
-        for d in whole..dim {
-            s = multiply_add::<FMA>(query[d], key[d].to_f32(), s);
-        }
-        scores[j] = s;
-        j += 1;
+/// `scores[j]` = query . key j: the plain form, for other processors and head sizes.
+fn dots<E: Element>(query: &[f32], keys: &[E], stride: usize, scores: &mut [f32]) {
+    for (j, score) in scores.iter_mut().enumerate() {
+        let key = &keys[j * stride..][..query.len()];
+        *score = query.iter().zip(key).map(|(q, k)| q * k.to_f32()).sum();
     }
 }
 
-#[inline(always)]
-fn fold(lanes: &[f32; LANES]) -> f32 {
-    let half: [f32; 4] = std::array::from_fn(|i| lanes[i] + lanes[i + 4]);
-    (half[0] + half[2]) + (half[1] + half[3])
-}
-
-/// Add a block of keys to a query's running softmax.
-#[inline(always)]
-fn absorb<const FMA: bool, E: Element>(
-    scores: &[f32],
-    values: &[E],
-    stride: usize,
-    acc: &mut [f32],
-    maximum: &mut f32,
-    sum: &mut f32,
-) {
-    let dim = acc.len();
-    let top = scores.iter().fold(*maximum, |a, &b| if b > a { b } else { a });
+/// Add a block of keys to a query's running softmax: the plain form.
+fn absorb<E: Element>(scores: &[f32], values: &[E], stride: usize, acc: &mut [f32], maximum: &mut f32, sum: &mut f32) {
+    let top = scores.iter().fold(*maximum, |a, &b| a.max(b));
     if top == f32::NEG_INFINITY {
         return; // everything so far is masked
     }
     if top > *maximum {
-        let shrink = exp::<FMA>(*maximum - top);
+        let shrink = (*maximum - top).exp();
         *sum *= shrink;
-        for a in acc.iter_mut() {
-            *a *= shrink;
-        }
+        acc.iter_mut().for_each(|a| *a *= shrink);
         *maximum = top;
     }
-    let mut weights = [0.0f32; KEYS];
-    for (w, s) in weights.iter_mut().zip(scores) {
-        *w = exp::<FMA>(s - top);
-    }
-    *sum += weights[..scores.len()].iter().sum::<f32>();
-    // Lanes of the output stay in registers over all keys of the block.
-    let mut d = 0;
-    while d + 4 * LANES <= dim {
-        let mut lane: [f32; 4 * LANES] = std::array::from_fn(|l| acc[d + l]);
-        for (j, w) in weights[..scores.len()].iter().enumerate() {
-            let value = &values[j * stride + d..][..4 * LANES];
-            for l in 0..4 * LANES {
-                lane[l] = multiply_add::<FMA>(*w, value[l].to_f32(), lane[l]);
-            }
+    for (j, score) in scores.iter().enumerate() {
+        let weight = (score - top).exp();
+        *sum += weight;
+        for (a, v) in acc.iter_mut().zip(&values[j * stride..]) {
+            *a += weight * v.to_f32();
         }
-        acc[d..d + 4 * LANES].copy_from_slice(&lane);
-        d += 4 * LANES;
     }
-    while d < dim {
-        for (j, w) in weights[..scores.len()].iter().enumerate() {
-            acc[d] = multiply_add::<FMA>(*w, values[j * stride + d].to_f32(), acc[d]);
-        }
-        d += 1;
-    }
-}
-
-/// exp of a difference of either sign (a sink may be larger than every score).
-fn exp_any(x: f32) -> f32 {
-    x.exp()
 }

@@ -147,7 +147,7 @@ fn largest_difference(got: &[f32], want: &[f64]) -> f64 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(ProptestConfig::with_cases(60))]
 
     #[test]
     fn equals_the_reference(
@@ -219,6 +219,9 @@ fn what_does_not_fit_is_refused() {
     assert!(error.contains("page 99"), "{error}");
     let rows = Rows { seq_lens: &[400], ..case.rows(None, &[]) };
     assert!(forward(&case.query, case.heads, &case.storage, &case.pages, &rows, &options, &mut out).is_err());
-    assert!(forward(&case.query[1..], case.heads, &case.storage, &case.pages, &case.rows(None, &[]), &options, &mut out).is_err());
+    assert!(
+        forward(&case.query[1..], case.heads, &case.storage, &case.pages, &case.rows(None, &[]), &options, &mut out)
+            .is_err()
+    );
     assert!(write(&mut [0.0f32; 64], &case.pages, &[0.0; 32], &[0.0; 32], &[4000]).is_err());
 }
