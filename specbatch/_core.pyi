@@ -258,3 +258,38 @@ def find_ngram(
     ngram_max: int,
 ) -> NDArray[np.int32]:
     """The proposal the n-gram proposer makes after `tokens`: up to k ids, [0] when there is no match."""
+
+@final
+class CpuLayerPages:
+    """Where one layer's keys and values are in the KV storage: offsets and strides in elements. ValueError for a zero size."""
+
+    def __new__(
+        cls, *, key_offset: int, value_offset: int, page_stride: int, block_size: int, kv_heads: int, head_dim: int
+    ) -> CpuLayerPages: ...
+
+def cpu_write_kv(
+    storage: NDArray[np.float32] | NDArray[np.uint16],  # [N] the whole KV storage; uint16: bfloat16 bits
+    pages: CpuLayerPages,
+    key: NDArray[np.float32] | NDArray[np.uint16],  # [T, kv_heads, head_dim] of the storage's type
+    value: NDArray[np.float32] | NDArray[np.uint16],
+    slots: NDArray[np.int32],  # [T]; negative: nowhere
+) -> None:
+    """Store keys and values in the pages. ValueError when a slot is outside them; nothing is written then."""
+
+def cpu_attention(
+    query: NDArray[np.float32],  # [T, heads, head_dim]
+    storage: NDArray[np.float32] | NDArray[np.uint16],
+    pages: CpuLayerPages,
+    query_start_loc: NDArray[np.int32],  # [R + 1]
+    seq_lens: NDArray[np.int32],  # [R]
+    block_tables: NDArray[np.int32],  # [R, P]
+    out: NDArray[np.float32],  # [T, heads, head_dim]
+    *,
+    scale: float,
+    positions: NDArray[np.int32] | None = None,  # [T]; for the window of a tree's tokens
+    tree_ancestors: NDArray[np.int64] | None = None,  # [T]
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: NDArray[np.float32] | None = None,  # [heads]
+) -> None:
+    """Attention over pages read in place, into `out`. ValueError when sizes or pages do not fit; `out` is untouched then."""

@@ -1,9 +1,7 @@
 //! Checks numpy arrays on their way in. Every refusal names the array, what was expected and what was given.
 
 use numpy::ndarray::{Dimension, Ix1, Ix2};
-use numpy::{
-    Element, PyArray, PyArrayMethods, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods,
-};
+use numpy::{Element, PyArray, PyArrayMethods, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use specbatch_core::error::Error;

@@ -29,7 +29,8 @@ pub struct FinishedBatch {
 
 impl FinishedBatch {
     pub fn new(py: Python<'_>, rows: &[FinishedRow]) -> Self {
-        let ints = |f: &dyn Fn(&FinishedRow) -> usize| PyArray1::from_iter(py, rows.iter().map(|r| f(r) as i32)).unbind();
+        let ints =
+            |f: &dyn Fn(&FinishedRow) -> usize| PyArray1::from_iter(py, rows.iter().map(|r| f(r) as i32)).unbind();
         let offsets = |f: &dyn Fn(&FinishedRow) -> usize| {
             let mut end = 0;
             let ends = rows.iter().map(|row| {

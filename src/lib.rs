@@ -4,6 +4,7 @@
 
 mod acceptance;
 mod arrays;
+mod cpu_kernels;
 mod finished;
 mod ngram;
 mod scheduler;
@@ -45,5 +46,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<step_buffers::StepBuffers>()?;
     module.add_class::<step_info::StepInfo>()?;
     module.add_function(wrap_pyfunction!(ngram::find_ngram, module)?)?;
+    module.add_class::<cpu_kernels::CpuLayerPages>()?;
+    module.add_function(wrap_pyfunction!(cpu_kernels::cpu_write_kv, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_kernels::cpu_attention, module)?)?;
     Ok(())
 }

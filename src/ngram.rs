@@ -22,8 +22,7 @@ pub fn find_ngram<'py>(
         }
     }
     let tokens = vector::<i32>("tokens", tokens, "[m]", None)?;
-    let found = py.detach(|| {
-        specbatch_core::ngram::find_ngram(&tokens, k as usize, ngram_min as usize, ngram_max as usize)
-    });
+    let found =
+        py.detach(|| specbatch_core::ngram::find_ngram(&tokens, k as usize, ngram_min as usize, ngram_max as usize));
     Ok(PyArray1::from_vec(py, found))
 }

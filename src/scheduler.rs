@@ -91,12 +91,7 @@ impl Scheduler {
     }
 
     /// Bytes of every vocabulary entry (special tokens: none); needed for stop strings and text_values.
-    fn set_token_bytes(
-        &self,
-        py: Python<'_>,
-        values: &Bound<'_, PyAny>,
-        offsets: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
+    fn set_token_bytes(&self, py: Python<'_>, values: &Bound<'_, PyAny>, offsets: &Bound<'_, PyAny>) -> PyResult<()> {
         let values = vector("values", values, "[bytes]", None)?;
         let offsets = vector("offsets", offsets, "[entries + 1]", None)?;
         self.with(py, |core| {
@@ -174,8 +169,7 @@ impl Scheduler {
         let num_draft = vector::<i32>("num_draft", num_draft, "[B]", Some(num_sampled.len()))?;
         let (token_ids, width) = matrix::<i32>("token_ids", token_ids, "[B, w]", num_sampled.len())?;
         let info = buffers.get().with_arrays(py, |arrays, layout| {
-            let result =
-                StepResult { token_ids: &token_ids, width, num_sampled: &num_sampled, num_draft: &num_draft };
+            let result = StepResult { token_ids: &token_ids, width, num_sampled: &num_sampled, num_draft: &num_draft };
             self.lock()?.step(step_id, &result, arrays, layout).map_err(to_py)
         })?;
         Ok(info.into())
@@ -267,13 +261,7 @@ impl Scheduler {
 }
 
 /// A count a row; `default` when the argument is None.
-fn counts(
-    name: &str,
-    value: Option<&Bound<'_, PyAny>>,
-    n: usize,
-    least: i32,
-    default: usize,
-) -> PyResult<Vec<usize>> {
+fn counts(name: &str, value: Option<&Bound<'_, PyAny>>, n: usize, least: i32, default: usize) -> PyResult<Vec<usize>> {
     let Some(values) = optional_vector::<i32>(name, value, "[n]", Some(n))? else {
         return Ok(vec![default; n]);
     };

@@ -1,0 +1,9 @@
+//! What a CPU does most of the time: attention over paged keys and values, and products with weights packed in
+//! advance. Slices in, slices out; every size is checked at the door, since the insides use `unsafe` for SIMD and for
+//! threads that write disjoint parts of one output. Knows no rows' histories, no scheduling, no Python.
+
+pub mod attention;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+pub mod pages;
+pub mod simd;
