@@ -69,7 +69,7 @@ def build(settings: Settings) -> RunOptions:
     if "output" not in parts["job"]:
         parts["job"]["output"] = default_output(settings.inputs)
     view = _make(settings, "view", lambda: ViewOptions(**parts["view"]))
-    if view.log_format == "json" and view.progress in ("bar", "line"):
+    if (view.progress, settings.value("log-format")) in (("bar", "json"), ("json", "text")):
         _contradict(settings, "progress", "log-format")
     sampling = _make(settings, "sampling", lambda: SamplingParams(**parts["sampling"]))
     engine = _make(settings, "engine", lambda: EngineOptions(**parts["engine"]))

@@ -203,6 +203,7 @@ def test_variables_take_every_option() -> None:
         ({"prompt-column": "a", "template": "{b}"}, "--prompt-column and --template contradict"),
         ({"speculate": "draft", "model": "m"}, "--speculate 'draft' needs --draft-model"),
         ({"progress": "bar", "log-format": "json"}, "--progress bar and --log-format json contradict"),
+        ({"progress": "json", "log-format": "text"}, "--progress json and --log-format text contradict"),
         ({"speculate": "off", "num-speculative-tokens": "3"}, "--num-speculative-tokens has no effect"),
         ({"top-p": "0.9"}, "--top-p has no effect: decoding is greedy at temperature 0"),
         ({"log-interval": "3s", "progress": "none"}, "--log-interval has no effect"),

@@ -54,7 +54,7 @@ def finished(folder: Path) -> None:
 def run(folder: Path, *more: str, environ: Mapping[str, str] | None = None, **streams: Any) -> Any:
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     environ = environment() if environ is None else environ
-    return subprocess.run(arguments(folder, *more), cwd=folder, env=environ, check=False, timeout=60, **options)
+    return subprocess.run(arguments(folder, *more), cwd=folder, env=environ, check=False, timeout=180, **options)
 
 
 def again(folder: Path, *more: str) -> int:
@@ -147,7 +147,7 @@ class Terminal:
         os.close(slave)
         self.text = b""
 
-    def read_until(self, pattern: bytes, seconds: float = 30.0) -> None:
+    def read_until(self, pattern: bytes, seconds: float = 180.0) -> None:
         """Read until `pattern` appeared or the process is gone."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.text):
@@ -163,7 +163,7 @@ class Terminal:
     def end(self) -> int:
         self.read_until(rb"\A(?!)")  # to the end
         os.close(self.master)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
 
 def on_terminal(
@@ -259,7 +259,7 @@ def test_usr1_prints_progress_also_where_it_is_off(tmp_path: Path) -> None:
     assert " elapsed, " in next(lines)  # and no other: --progress none
     process.send_signal(signal.SIGTERM)
     rest = list(lines)
-    assert process.wait(30) == 143
+    assert process.wait(60) == 143
     assert "SIGTERM: no new rows" in rest[0]
     assert rest[-1].endswith("[exit 143]\n")
     process.stderr.close()
