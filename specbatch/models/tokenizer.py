@@ -60,9 +60,10 @@ class HFTokenizer:
         NOTE: a text that begins with the BOS token gets no second one (templates write their own). Rendered
         conversations want add_special_tokens=False, as their template has written every special token they need.
         """
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        special = add_special_tokens and self._add_bos is not False  # an explicit false counts, as in transformers
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         ids = [encoding.ids for encoding in encodings]
-        if add_special_tokens and self.bos_token_id is not None:
+        if special and self.bos_token_id is not None:
             ids = [self._one_bos(row) for row in ids]
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(row) for row in ids], out=offsets[1:])
