@@ -116,8 +116,8 @@ def to_svg(plan: Plan) -> str:
         colour = COLOURS[i % len(COLOURS)]
         path = " ".join(at(r, x) for r, x in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x, y = width - right + 12, top + 18 * i + 10
-        parts.append(f'<text x="{x}" y="{y}" fill="{colour}">acceptance {acceptance}</text>')
+        place = f'x="{width - right + 12}" y="{top + 18 * i + 10}"'
+        parts.append(f'<text {place} fill="{colour}">acceptance {acceptance}</text>')
     return "".join(parts) + "</svg>"
 
 
