@@ -192,6 +192,12 @@ def _inspect(values: dict[str, Any], outputs: list[str]) -> int:
     return inspect_output(outputs[0], decisions=bool(values["decisions"]), as_json=bool(values["json"]))
 
 
+def _plan(values: dict[str, Any], nothing: list[str]) -> int:
+    from specbatch.plan_command import plan
+
+    return plan(values)
+
+
 def _doctor(values: dict[str, Any], nothing: list[str]) -> int:
     from specbatch.doctor_command import examine
 
@@ -201,6 +207,7 @@ def _doctor(values: dict[str, Any], nothing: list[str]) -> int:
 _HANDLERS: dict[str, Callable[[dict[str, Any], list[str]], int]] = {
     "run": _run,
     "inspect": _inspect,
+    "plan": _plan,
     "doctor": _doctor,
 }
 

@@ -60,6 +60,32 @@ INSPECT: Final = CommandSpec(
     ),
 )
 
+PLAN: Final = CommandSpec(
+    "plan",
+    "Say what speculation would do for a pair of models on a GPU, by arithmetic alone.",
+    "",
+    "",
+    (
+        OptionSpec("model", "Models", "text", "model", "Folder with a config.json; no weights are needed.", "DIR",
+                   "the built-in pair", short="-m"),
+        OptionSpec("draft-model", "Models", "text", "draft_model", "The same of the draft; without: n-gram.", "DIR"),
+        OptionSpec("dtype", "Models", "choice", "dtype", "Of weights and KV.", "TYPE", "bfloat16",
+                   choices=("float32", "bfloat16", "float16", "int8")),
+        OptionSpec("gpu", "Machine", "text", "gpu", "By its data sheet: h100, h200, a100, l4, rtx4090 ...", "NAME",
+                   "h100"),
+        OptionSpec("gpus", "Machine", "int", "gpus", "As many of them, split without loss.", "N", "1"),
+        OptionSpec("headroom", "Machine", "share", "headroom", "Share of the memory left alone.", "SHARE"),
+        OptionSpec("context", "Workload", "int", "context", "Tokens a row holds on average.", "N", "1024"),
+        OptionSpec("block-size", "Workload", "int", "block_size", "Tokens a page.", "N", "16"),
+        OptionSpec("plot", "Options", "path", "plot", "Write a picture: .svg, .png or .pdf.", "FILE"),
+        OptionSpec("html", "Options", "path", "html", "Write everything as one page.", "FILE"),
+        _JSON,
+    ),
+    (
+        ("specbatch plan -m Qwen3-8B --draft-model Qwen3-0.6B --gpu h100", "does this draft pay, up to how many rows?"),
+        ("specbatch plan -m Llama-2-70b --gpus 4 --gpu a100 --context 2048 --html plan.html", "as a page"),
+    ),
+)  # fmt: skip
 DOCTOR: Final = CommandSpec(
     "doctor",
     "Try what works on this machine: devices, attention backends, graphs, speculation.",
@@ -72,5 +98,5 @@ DOCTOR: Final = CommandSpec(
     (("specbatch doctor", "before the first night on a new machine"),),
 )
 
-COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT, DOCTOR)
+COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT, PLAN, DOCTOR)
 BY_COMMAND: Final[dict[str, CommandSpec]] = {command.name: command for command in COMMANDS}

@@ -101,7 +101,8 @@ def command_help(command: CommandSpec, style: Style) -> str:
         lines += [*_table([(command.argument, command.argument_help)], style, _column(command)), ""]
     if command.examples:
         lines += [style.bold("Examples"), *_examples(command.examples, style), ""]
-    panels = [p for p in (*PANELS, "Options") if any(o.panel == p for o in command.options)]
+    own = [option.panel for option in command.options if option.panel not in PANELS]
+    panels = [p for p in (*PANELS, *dict.fromkeys(own)) if any(o.panel == p for o in command.options)]
     for panel in panels:
         rows = [(_left(option), _right(option)) for option in command.options if option.panel == panel]
         if panel == panels[-1]:

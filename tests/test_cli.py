@@ -245,3 +245,41 @@ def test_shells_can_complete_options(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().out.split() == ["--max-tokens"]
+
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_plan_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["plan", "-m", "big", "--gpu", "H100", "--context", "2048", "--html", "p.html", "--plot", "p.svg"]) == 0
+    text = capsys.readouterr().out
+    assert "Rows of 2048 tokens that fit" in text
+    assert "<svg" in (tmp_path / "p.html").read_text()
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    assert main(["plan", "-m", "big", "--json", "--gpus", "2", "--dtype", "int8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema_version"], found["gpus"], found["itemsize"], found["gpu"]) == (1, 2, 1, "h100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "abacus"], "--gpu must be one of a10"),
+        (["--context", "0"], "--context must be at least 1, got 0"),
+        (["--context", "x"], "--context must be an integer, got 'x'"),
+        (["--block-size", "0"], "--block-size must be at least 1"),
+        (["-m", "nowhere"], "nowhere is not a model folder"),
+        (["--draft-model", "d"], "--draft-model needs --model"),
+        (["--plot", "x.gif"], "--plot must end in .svg"),
+        (["--html", "no/such/p.html"], "cannot write no/such/p.html"),
+    ],
+)
+def test_plan_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
