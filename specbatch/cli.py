@@ -86,9 +86,7 @@ def build_app() -> typer.Typer:
     """The Typer app, made from the table of commands."""
     import typer
 
-    app = typer.Typer(
-        add_completion=True, no_args_is_help=False, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
+    app = typer.Typer(add_completion=True, no_args_is_help=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     def root(context: Any, version: bool = typer.Option(False, "--version", is_eager=True)) -> None:
         if version or context.invoked_subcommand is None:
