@@ -10,6 +10,7 @@ that differs is examined at its first divergence: a tie when the reference's two
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -24,7 +25,7 @@ def prompts_of(path: str, rows: int, tokenizer: Any) -> list[list[int]]:
     messages = pq.read_table(path, columns=["messages"]).slice(0, rows)["messages"].to_pylist()
     texts = [tokenizer.render(m) for m in messages]
     values, offsets = tokenizer.encode(texts, add_special_tokens=False)
-    return [values[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 class Reference:

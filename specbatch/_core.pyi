@@ -31,11 +31,14 @@ __all__ = [
     "STEP_IDLE",
     "STEP_PREFILL",
     "AcceptanceCounts",
+    "CpuLayerPages",
     "FinishedBatch",
     "Scheduler",
     "StepBuffers",
     "StepInfo",
     "__version__",
+    "cpu_attention",
+    "cpu_write_kv",
     "find_ngram",
 ]
 
@@ -209,7 +212,9 @@ class Scheduler:
         self,
         step_id: int,
         token_ids: NDArray[np.int32],  # [B, w] sampled tokens of the last step's rows, in its row order
-        num_sampled: NDArray[np.int32],  # [B] valid tokens of each row: accepted drafts + 1 (0: a prefill chunk without logits)
+        num_sampled: NDArray[
+            np.int32
+        ],  # [B] valid tokens of each row: accepted drafts + 1 (0: a prefill chunk without logits)
         num_draft: NDArray[np.int32],  # [B] drafts really proposed to and verified for the row
         buffers: StepBuffers,
     ) -> StepInfo:

@@ -1,9 +1,9 @@
 """The Python API: the same words as the command line, for notebooks and scripts.
 
-    from specbatch import Engine, SamplingParams
-    with Engine(model="path/to/model") as engine:
-        for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
-            print(completion.text)
+from specbatch import Engine, SamplingParams
+with Engine(model="path/to/model") as engine:
+    for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
+        print(completion.text)
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Engine:
     Raises ValueError naming the option or the model and the fix. Without `model` the built-in pair is used.
     """
 
-    def __init__(
-        self, *, log_decision: Callable[[Mapping[str, object]], None] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, *, log_decision: Callable[[Mapping[str, object]], None] | None = None, **options: Any) -> None:
         self.options = EngineOptions(**options)
         self.tokenizer = HFTokenizer(model_paths(self.options)[0])
         self.core = make_engine(self.options, log_decision=log_decision, tokenizer=self.tokenizer)

@@ -65,7 +65,9 @@ def make_policy(
         methods=(METHOD_NGRAM, METHOD_DRAFT) if drafting else (METHOD_NGRAM,),
         max_num_seqs=parts.plan.max_num_seqs,
         ks=KS if k is None else (k,),
-        draft_kv_ratio=layout.draft.bytes_per_token / layout.target.bytes_per_token if drafting and layout.draft else 0.0,
+        draft_kv_ratio=layout.draft.bytes_per_token / layout.target.bytes_per_token
+        if drafting and layout.draft
+        else 0.0,
         block_size=layout.block_size,
         can_probe_draft=False,
     )

@@ -250,6 +250,7 @@ def _versions() -> dict[str, str | None]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
+    versions["torch"] = torch.__version__  # says what it was built for, too
     return versions
 
 

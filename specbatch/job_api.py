@@ -26,8 +26,8 @@ def run(
     Environment variables and config files are not read.
     """
     from specbatch import config
-    from specbatch.options import BY_NAME
     from specbatch.job.run import run_job
+    from specbatch.options import BY_NAME
     from specbatch.settings import build
     from specbatch.target import make_target
 

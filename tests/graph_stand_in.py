@@ -39,37 +39,49 @@ class Tape(TorchDispatchMode):
     def __init__(self, fixed: set[int]) -> None:
         super().__init__()
         self.fixed = fixed
-        self.operations: list[tuple[Any, Any, Any, Any]] = []
         self.made: dict[int, Tensor] = {}  # by storage; kept alive, so that no address is used twice
+        self._work: list[tuple[Any, Any, Any, list[Tensor]]] = []  # operation, arguments, results to fill
+        self._views: list[Any] = []
+        self._garbage: list[tuple[Tensor, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if depends_on_data(func, args):
             raise RuntimeError(f"{func} depends on data and cannot be captured")
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.numel() and storage_of(tensor) not in self.fixed and storage_of(tensor) not in self.made:
-                raise RuntimeError(f"{func} reads a tensor {tuple(tensor.shape)} from outside the captured buffers")
+        inputs = {storage_of(tensor) for tensor in tensors_in((args, kwargs)) if tensor.numel()}
+        if not inputs <= self.fixed | self.made.keys():
+            raise RuntimeError(f"{func} reads a tensor from outside the captured buffers")
         out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
-            if tensor.numel() and storage_of(tensor) not in self.fixed:
-                self.made.setdefault(storage_of(tensor), tensor)
-        self.operations.append((func, args, kwargs, out))
+        results = tensors_in(out)
+        for tensor in results:
+            storage = storage_of(tensor)
+            if tensor.numel() and storage not in self.fixed and storage not in self.made:
+                self.made[storage] = tensor
+                whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+                self._garbage.append((whole, GARBAGE.get(tensor.dtype, float("nan"))))
+        if func._schema.is_mutable:
+            self._work.append((func, args, kwargs, []))
+        elif all(storage_of(tensor) in inputs for tensor in results):
+            self._views.append(out)  # still the same memory when its base is filled
+        else:
+            self._work.append((func, args, kwargs, results))
         return out
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for tensor in self.made.values():
-            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            whole.fill_(GARBAGE.get(tensor.dtype, float("nan")))
-        for func, args, kwargs, out in self.operations:
-            if func._schema.is_mutable:
-                func(*args, **kwargs)
-                continue
-            inputs = {storage_of(t) for t in tensors_in((args, kwargs))}
-            if all(storage_of(t) in inputs for t in tensors_in(out)):
-                continue  # a view: still the same memory
-            for old, new in zip(tensors_in(out), tensors_in(func(*args, **kwargs)), strict=True):
-                old.copy_(new)
+        for tensor, value in self._garbage:
+            tensor.fill_(value)
+        for func, args, kwargs, results in self._work:
+            new = func(*args, **kwargs)
+            if len(results) == 1:
+                results[0].copy_(new)
+            elif results:
+                for old, fresh in zip(results, tensors_in(new), strict=True):
+                    old.copy_(fresh)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.made.values())
 
 
 class TapeCapturer:
@@ -77,16 +89,16 @@ class TapeCapturer:
 
     def __init__(self, fixed: Iterable[Tensor]) -> None:
         self.fixed = {storage_of(tensor) for tensor in fixed}
-        self.tapes: list[Tape] = []
+        self.nbytes = 0
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         function()
         tape = Tape(self.fixed)
         with tape:
             function()
-        self.tapes.append(tape)
+        self.nbytes += tape.nbytes
         tape.replay()
         return tape.replay
 
     def memory(self) -> int:
-        return sum(t.untyped_storage().nbytes() for tape in self.tapes for t in tape.made.values())
+        return self.nbytes

@@ -15,7 +15,9 @@ NEEDS = AttentionNeeds(head_dim=16)
 CPU = torch.device("cpu")
 
 
-def metadata(rows: list[tuple[int, int]], block_size: int, generator: torch.Generator, num_pages: int) -> AttentionMetadata:
+def metadata(
+    rows: list[tuple[int, int]], block_size: int, generator: torch.Generator, num_pages: int
+) -> AttentionMetadata:
     """Rows of (context before this step, query tokens) on shuffled pages."""
     order = 1 + torch.randperm(num_pages - 1, generator=generator)
     width = max(-(-(c + q) // block_size) for c, q in rows)
@@ -56,7 +58,8 @@ def test_equals_the_reference(dtype: torch.dtype, tenant: str, options: dict[str
     step = metadata([(0, 30), (17, 1), (40, 5), (3, 2)], block_size, generator, 40)
     heads = 3 * kv_heads
     query, key, value = (
-        torch.randn(step.num_tokens + 2, h, head_dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)
+        torch.randn(step.num_tokens + 2, h, head_dim, generator=generator).to(dtype)
+        for h in (heads, kv_heads, kv_heads)
     )
     step.slot_mapping = torch.cat([step.slot_mapping, torch.tensor([-1, -1], dtype=torch.int32)])
     if options.get("sinks"):

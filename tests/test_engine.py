@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny import reference_greedy
 
 from specbatch.api import Completion, Engine
 from specbatch.sampling_params import SamplingParams
+from tests.tiny import reference_greedy
 
 LENGTHS = (3, 30, 300, 17, 64, 1, 120)
 
@@ -67,7 +67,12 @@ def test_greedy_equals_transformers_in_every_mode(
 def test_a_tiny_pool_preempts(tiny_target: Path) -> None:
     """The case above is not vacuous: the pool is too small for all rows at once."""
     with Engine(
-        model=str(tiny_target), dtype="float32", speculate="off", kv_memory_bytes=512 * 400, block_size=4, max_model_len=400
+        model=str(tiny_target),
+        dtype="float32",
+        speculate="off",
+        kv_memory_bytes=512 * 400,
+        block_size=4,
+        max_model_len=400,
     ) as engine:
         engine.generate(make_prompts(), SamplingParams(max_tokens=40, ignore_eos=True))
         assert engine.core.progress.preemptions > 0
@@ -128,9 +133,7 @@ def test_text_and_ids_agree_at_stop_strings(tiny_target: Path, tiny_draft: Path)
         middle = text[10:13].decode("latin-1") if all(b < 0x80 for b in text[10:13]) else "zzz"
         params.append(SamplingParams(max_tokens=40, ignore_eos=True, stop=(middle, "never seen")))
     ar = run(tiny_target, prompts, params)
-    spec = run(
-        tiny_target, prompts, params, speculate="draft", draft_model=str(tiny_target), num_speculative_tokens=4
-    )
+    spec = run(tiny_target, prompts, params, speculate="draft", draft_model=str(tiny_target), num_speculative_tokens=4)
     assert [(c.text, c.token_ids, c.finish_reason) for c in ar] == [
         (c.text, c.token_ids, c.finish_reason) for c in spec
     ]

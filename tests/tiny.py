@@ -10,7 +10,8 @@ import torch
 
 EOS = 256
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -41,7 +42,9 @@ def bytes_to_unicode() -> dict[int, str]:
     return table
 
 
-def write_llama(path: Path, *, seed: int = 0, layers: int = 2, hidden: int = 32, eos: int | None = EOS, **overrides: Any) -> Path:
+def write_llama(
+    path: Path, *, seed: int = 0, layers: int = 2, hidden: int = 32, eos: int | None = EOS, **overrides: Any
+) -> Path:
     """A Llama with random weights, spread widely enough that greedy choices are not near ties."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -29,7 +29,9 @@ class AttentionMetadata:
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    tree_ancestors: Tensor | None = None  # int64 [T]; bit j: own query token j (within the row) is visible. At most 63 a row
+    tree_ancestors: Tensor | None = (
+        None  # int64 [T]; bit j: own query token j (within the row) is visible. At most 63 a row
+    )
     plan: object | None = None  # what a backend worked out at this step's first layer, for the layers after it
 
 
@@ -38,7 +40,9 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor
+    ) -> None:
         """Store key, value [T, kv_heads, head_dim] into pages [num_pages, block_size, kv_heads, head_dim] (any page
         stride; the last three dimensions are contiguous). Slots of -1 are skipped."""
         ...

@@ -33,11 +33,17 @@ class CpuPagedAttention:
         # By addresses and layout: both tenants' views of a layer may begin at the same byte.
         self._layers: dict[tuple[object, ...], _Layer] = {}
 
-    def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor
+    ) -> None:
         storage, pages = self._layer(key_pages, value_pages)
         dtype = key_pages.dtype
         _core.cpu_write_kv(
-            storage, pages, _array(key, dtype), _array(value, dtype), slot_mapping[: key.shape[0]].contiguous().numpy()
+            storage,
+            pages,
+            _stored(key, dtype),
+            _stored(value, dtype),
+            slot_mapping[: key.shape[0]].contiguous().numpy(),
         )
 
     def forward(
@@ -59,7 +65,7 @@ class CpuPagedAttention:
         if query.shape[0] > metadata.num_tokens:
             out[metadata.num_tokens :] = 0
         _core.cpu_attention(
-            _array(query, torch.float32),
+            _floats(query),
             storage,
             pages,
             metadata.query_start_loc[: rows + 1].numpy(),
@@ -71,7 +77,7 @@ class CpuPagedAttention:
             tree_ancestors=None if tree is None else tree.numpy(),
             sliding_window=sliding_window,
             softcap=softcap,
-            sinks=None if sinks is None else _array(sinks, torch.float32),
+            sinks=None if sinks is None else _floats(sinks),
         )
         return out if query.dtype == torch.float32 else out.to(query.dtype)
 
@@ -84,8 +90,8 @@ class CpuPagedAttention:
             storage = flat.numpy() if flat.dtype == torch.float32 else flat.view(torch.int16).numpy().view(np.uint16)
             _, block_size, kv_heads, head_dim = key_pages.shape
             pages = _core.CpuLayerPages(
-                key_offset=key_pages.storage_offset(),
-                value_offset=value_pages.storage_offset(),
+                key_offset=int(key_pages.storage_offset()),
+                value_offset=int(value_pages.storage_offset()),
                 page_stride=key_pages.stride(0),
                 block_size=block_size,
                 kv_heads=kv_heads,
@@ -95,7 +101,15 @@ class CpuPagedAttention:
         return found
 
 
-def _array(tensor: Tensor, dtype: torch.dtype) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """A contiguous array in `dtype` (bfloat16 as its bits); no copy where the tensor is so already."""
-    tensor = tensor.detach().to(dtype).contiguous()
-    return tensor.numpy() if dtype == torch.float32 else tensor.view(torch.int16).numpy().view(np.uint16)
+def _floats(tensor: Tensor) -> NDArray[np.float32]:
+    """A contiguous float32 array; no copy where the tensor is so already."""
+    array: NDArray[np.float32] = tensor.detach().to(torch.float32).contiguous().numpy()
+    return array
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype) -> NDArray[np.float32] | NDArray[np.uint16]:
+    """The same in the pages' dtype, bfloat16 as its bits."""
+    if dtype == torch.float32:
+        return _floats(tensor)
+    bits: NDArray[np.uint16] = tensor.detach().to(dtype).contiguous().view(torch.int16).numpy().view(np.uint16)
+    return bits

@@ -52,9 +52,7 @@ class RowTally:
         rounds, drafted, accepted = rounds[some], drafted[some], accepted[some]
         group = np.searchsorted(EDGES, accepted / rounds, side="right")
         sums = [np.bincount(group, weights=v, minlength=len(EDGES) + 1) for v in (None, rounds, drafted, accepted)]
-        return tuple(
-            RowGroup(finished, *(int(s[g]) for s in sums)) for g in range(len(EDGES) + 1) if sums[0][g]
-        )
+        return tuple(RowGroup(finished, *(int(s[g]) for s in sums)) for g in range(len(EDGES) + 1) if sums[0][g])
 
     def reset(self, handles: NDArray[np.integer]) -> None:
         """Handles that are free again."""

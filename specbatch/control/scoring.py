@@ -92,9 +92,7 @@ class Gauges:
             self.context = o.mean_context
 
 
-def situation(
-    observation: Observation, gauges: Gauges, lengths: OutputLengths, block_size: int, cap: int
-) -> Situation:
+def situation(observation: Observation, gauges: Gauges, lengths: OutputLengths, block_size: int, cap: int) -> Situation:
     """What an observation means for the score. Before anything runs, the waiting rows stand for the batch."""
     o = observation
     prompt = gauges.prompt or DEFAULT_PROMPT
@@ -301,4 +299,3 @@ def arms(methods: tuple[int, ...], ks: tuple[int, ...], allow_ar: bool, limit: f
     found = [AR] if allow_ar or not methods else []
     found += [(method, k) for method in methods if method != METHOD_NONE for k in usable]
     return found or [AR]
-

@@ -222,9 +222,7 @@ class Engine:
             probs = processed_probs(logits, params, rows, positions, prior_ids=prior)
             seed = params.seed(torch.arange(count, device=ids.device))
             draft_probs = proposal.probs if proposal else None
-            tokens, num_sampled = verify_rejection(
-                probs, draft_probs, ids, starts, num_draft, seed, positions, width
-            )
+            tokens, num_sampled = verify_rejection(probs, draft_probs, ids, starts, num_draft, seed, positions, width)
             logprobs = torch.log_softmax(logits, dim=-1) if params.any_logprobs else None
             if logprobs is not None:
                 logprobs = _packed_logprobs(logprobs, tokens, starts, num_sampled)

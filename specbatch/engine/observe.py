@@ -129,8 +129,7 @@ class PolicyDriver:
             ShardRows(shard, running.get(shard, 0), max(total - running.get(shard, 0), 0))
             for shard, total in self._waiting.items()
         )
-        since = dict(self._since)
-        self._since = dict.fromkeys(_SINCE, 0)
+        since, self._since = self._since, dict.fromkeys(_SINCE, 0)
         return Observation(
             step=self.steps,
             time=time.perf_counter() - self._start,
@@ -147,7 +146,11 @@ class PolicyDriver:
             max_num_seqs=core.max_num_seqs,
             steps=self.timer.drain(),
             acceptance=self._acceptance(),
-            **since,
+            finished_rows=since["finished_rows"],
+            finished_prompt_tokens=since["finished_prompt_tokens"],
+            finished_output_tokens=since["finished_output_tokens"],
+            preempted=since["preempted"],
+            draft_dropped=since["draft_dropped"],
         )
 
     def _acceptance(self) -> tuple[AcceptanceSample, ...]:
@@ -169,7 +172,8 @@ class PolicyDriver:
     def mode_names(self) -> dict[int, str]:
         """Mode of every shard that has unfinished rows."""
         return {
-            shard: mode_name(*self.modes[shard]) if shard in self.modes else self.default_mode for shard in self._waiting
+            shard: mode_name(*self.modes[shard]) if shard in self.modes else self.default_mode
+            for shard in self._waiting
         }
 
 
@@ -179,4 +183,3 @@ _SINCE = ("finished_rows", "finished_prompt_tokens", "finished_output_tokens", "
 def mode_name(method: int, k: int) -> str:
     """ "ar", "ngram k=4", "draft k=3"."""
     return "ar" if k == 0 else f"{METHOD_NAMES[method]} k={k}"
-

@@ -97,7 +97,9 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
 
     max_model_len = min(options.max_model_len or target.max_model_len, target.max_model_len)
     if options.max_model_len and options.max_model_len > target.max_model_len:
-        raise ValueError(f"max_model_len {options.max_model_len} is beyond the model's own {target.max_model_len} tokens")
+        raise ValueError(
+            f"max_model_len {options.max_model_len} is beyond the model's own {target.max_model_len} tokens"
+        )
     draft_max_model_len = min(draft.max_model_len, max_model_len) if draft else 0
     block_size = options.block_size or 16
     layout = plan_pages(_kv_shape(target, name), _kv_shape(draft, name) if draft else None, block_size)
@@ -107,7 +109,11 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     itemsize = dtype.itemsize
     weight_bytes = target.parameter_bytes(itemsize) + (draft.parameter_bytes(itemsize) if draft else 0)
     k = options.num_speculative_tokens
-    max_k = 0 if options.speculate == "off" else (k if k is not None else (MAX_K if options.speculate == "auto" else DEFAULT_K))
+    max_k = (
+        0
+        if options.speculate == "off"
+        else (k if k is not None else (MAX_K if options.speculate == "auto" else DEFAULT_K))
+    )
     tokens = max(max_num_batched_tokens, max_num_seqs * (max_k + 1))
     activation = tokens * target.hidden_size * itemsize * 16 + max_num_seqs * (max_k + 1) * target.vocab_size * 4 * 3
     row_pages = -(-max_model_len // block_size)

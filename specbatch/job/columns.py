@@ -96,10 +96,9 @@ def find_source(
     prefers_chat: Callable[[], bool],
 ) -> PromptSource:
     """Decide where prompts come from. `has_chat_template` and `prefers_chat` are asked only when it matters."""
-    if is_jsonl:
-        source = _openai(options)
-    else:
-        source = _from_options(schema, options) or _detect(schema, options, has_chat_template)
+    source = (
+        _openai(options) if is_jsonl else _from_options(schema, options) or _detect(schema, options, has_chat_template)
+    )
     if options.chat == "auto" and source.kind in ("text", "template") and prefers_chat():
         source = replace(source, chat=True)
     if source.params_column is not None:

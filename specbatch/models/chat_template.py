@@ -135,5 +135,3 @@ def choose_template(value: object, where: str) -> str | None:
         return next(iter(named.values()))
     names = ", ".join(sorted(named)) or "none"
     raise ValueError(f"{where} has several chat templates and none called default: {names}")
-
-

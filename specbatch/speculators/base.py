@@ -28,7 +28,9 @@ class Proposal:
     """Drafts are written into the step's `input_ids`; what the verification needs beyond them is here."""
 
     num_draft: Tensor  # [R] int32 drafts really proposed, at most those reserved
-    probs: Tensor | None = None  # [R, k, vocab] float32 the drafts were drawn from (rejection verification); None: one-hot
+    probs: Tensor | None = (
+        None  # [R, k, vocab] float32 the drafts were drawn from (rejection verification); None: one-hot
+    )
 
 
 class Speculator(Protocol):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.driving import acceptance, add, draft, finish, make_engine, tokens
 
 from specbatch import _core
 from specbatch.sampling_params import SamplingParams
+from tests.driving import acceptance, add, draft, finish, make_engine, tokens
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -23,7 +23,9 @@ def params(*max_tokens: int) -> list[SamplingParams]:
 def test_a1_the_draft_catches_up_after_an_ar_phase(tiny_target: Path) -> None:
     """Two rows run AR, then one is left and drafts: what the draft missed is filled first, so all is accepted."""
     engine = make_engine(
-        tiny_target, lambda step, running, waiting: draft(3 if step > 5 and running == 1 else 0), draft_model=str(tiny_target)
+        tiny_target,
+        lambda step, running, waiting: draft(3 if step > 5 and running == 1 else 0),
+        draft_model=str(tiny_target),
     )
     add(engine, [prompt(1, 50), prompt(2, 20)], params(384, 60))
     kinds: list[int] = []
@@ -139,8 +141,6 @@ def test_a7_a_shard_after_a_hopeless_one_gets_speculation_back() -> None:
     none = np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
     info = core.step(0, *none, arrays.core)
     assert info.kind == _core.STEP_PREFILL
-    info = core.step(
-        info.step_id, np.zeros((2, 1), np.int32), np.ones(2, np.int32), np.zeros(2, np.int32), arrays.core
-    )
+    info = core.step(info.step_id, np.zeros((2, 1), np.int32), np.ones(2, np.int32), np.zeros(2, np.int32), arrays.core)
     assert info.kind == _core.STEP_DECODE
     assert arrays.host["num_draft_tokens"][:2].tolist() == [0, 3]

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.driving import acceptance, add, draft, finish, make_engine, tokens
 
 from specbatch.engine.engine import Engine
 from specbatch.sampling_params import SamplingParams
+from tests.driving import acceptance, add, draft, finish, make_engine, tokens
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.driving import acceptance, add, draft, finish, make_engine, tokens
-from tests.tiny import write_llama
 
 from specbatch.engine.plan import plan_engine
 from specbatch.engine_options import EngineOptions
 from specbatch.sampling_params import SamplingParams
+from tests.driving import acceptance, add, draft, finish, make_engine, tokens
+from tests.tiny import write_llama
 
 PAGE = 256 * 4  # bytes of four float32 tokens of the tiny target: 2 layers x 2 x 2 heads x 8
 
@@ -56,7 +56,11 @@ def test_c2_a_row_larger_than_the_pool_fails_alone(tiny_target: Path, tiny_draft
         block_size=4,
         max_model_len=512,
     )
-    add(engine, [prompt(1, 20), prompt(2, 40), prompt(3, 100)], [SamplingParams(max_tokens=m, ignore_eos=True) for m in (20, 300, 5)])
+    add(
+        engine,
+        [prompt(1, 20), prompt(2, 40), prompt(3, 100)],
+        [SamplingParams(max_tokens=m, ignore_eos=True) for m in (20, 300, 5)],
+    )
     done = finish(engine)
     assert done[0].finish_reason == "length"
     for i in (1, 2):
@@ -130,7 +134,9 @@ def test_c7_beyond_the_drafts_context_the_row_runs_ar(tiny_target: Path, tmp_pat
     engine = make_engine(tiny_target, lambda *_: draft(4), draft_model=str(short), max_model_len=128)
     add(engine, [prompt(1, 20)], SamplingParams(max_tokens=100, ignore_eos=True))
     widest: list[int] = []
-    done = finish(engine, each_step=lambda e: widest.append(e._info.draft_max_seq_len if e._info.num_draft_tokens else 0))
+    done = finish(
+        engine, each_step=lambda e: widest.append(e._info.draft_max_seq_len if e._info.num_draft_tokens else 0)
+    )
     plain = make_engine(tiny_target, max_model_len=128)
     add(plain, [prompt(1, 20)], SamplingParams(max_tokens=100, ignore_eos=True))
     assert tokens(done) == tokens(finish(plain))
