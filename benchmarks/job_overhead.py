@@ -1,0 +1,130 @@
+"""What the job layer costs around an engine: rows a second on one core, memory, reuse, and how long an engine waits.
+
+    python benchmarks/job_overhead.py                      # stand-in model, 1,000,000 rows
+    python benchmarks/job_overhead.py --model FOLDER --prompts FILE.parquet   # adds the idle share of a real engine
+
+Every case runs in a process of its own, pinned to one core (not the one with a real model), so that memory and CPU time
+are its own. CPU seconds count the stand-in too, which answers at once; its share is printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def make_table(path: Path, rows: int, changed: float, row_group: int) -> None:
+    """Short prompts, an id, and a wide column that is only carried along."""
+    number = np.arange(rows)
+    edited = np.random.default_rng(1).random(rows) < changed
+    texts = [f"{'Changed: ' if e else ''}Tell me about number {n} please" for n, e in zip(number, edited, strict=True)]
+    with pq.ParquetWriter(
+        path, pa.schema([("id", pa.int64()), ("prompt", pa.string()), ("other", pa.string())])
+    ) as out:
+        for start in range(0, rows, row_group):
+            piece = texts[start : start + row_group]
+            ids = pa.array(number[start : start + row_group])
+            out.write_table(pa.table({"id": ids, "prompt": piece, "other": [f"{'x' * 200}{t}" for t in piece]}))
+
+
+def resident(name: str) -> int:
+    """KiB of this process (getrusage would still show the parent's peak)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def measure(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run one job in this process and say what it took. Called in the child."""
+    from specbatch.job.options import JobOptions
+    from specbatch.job.run import run_job
+    from specbatch.target import make_target
+
+    if arguments["model"] is None:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        from specbatch.standin import make_stand_in
+
+        target, factory = make_stand_in()
+    else:
+        from specbatch.engine_options import EngineOptions
+
+        target, factory = make_target(EngineOptions(model=arguments["model"]))
+    options = JobOptions(
+        inputs=(arguments["table"],),
+        output=Path(arguments["output"]),
+        reuse=tuple(map(Path, arguments.get("reuse", ()))),
+        deduplicate=arguments.get("deduplicate", True),
+    )
+    before = resident("VmRSS")
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = run_job(options, target=target, make_engine=factory)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return {
+        "rows": result.rows,
+        "rows_computed": result.rows_computed,
+        "reused": result.reused,
+        "cpu_seconds": round(cpu, 2),
+        "wall_seconds": round(wall, 2),
+        "rows_per_cpu_second": round(result.rows / cpu),
+        "rows_per_second": round(result.rows / wall),
+        "engine_seconds": round(result.engine_busy_seconds, 2),
+        "memory_growth_mib": round((resident("VmHWM") - before) / 1024),
+        "idle_share": round(1 - result.engine_busy_seconds / max(result.generation_seconds, 1e-9), 4),
+    }
+
+
+def child(**arguments: Any) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", json.dumps({"model": None} | arguments)],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def show(name: str, figures: dict[str, Any], names: tuple[str, ...]) -> None:
+    print(f"{name:44}", "  ".join(f"{key} {figures[key]:,}" for key in names), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--model", help="folder of a checkpoint for the idle share")
+    parser.add_argument("--prompts", help="Parquet file for the idle share")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(json.loads(options.child))))
+        return
+    work = Path(tempfile.mkdtemp(prefix="job-overhead-"))
+    try:
+        speed = ("rows_per_cpu_second", "rows_per_second", "cpu_seconds", "engine_seconds", "memory_growth_mib")
+        for name, group in (("row groups of 10,000", 10_000), ("one row group", options.rows)):
+            make_table(work / f"{group}.parquet", options.rows, 0.0, group)
+            figures = child(table=str(work / f"{group}.parquet"), output=str(work / f"out-{group}"))
+            show(name, figures, speed)
+        make_table(work / "tonight.parquet", options.rows, 0.02, 10_000)
+        figures = child(
+            table=str(work / "tonight.parquet"), output=str(work / "tonight"), reuse=[str(work / "out-10000")]
+        )
+        show("2 % changed, the rest from last night", figures, ("rows_computed", "reused", *speed))
+        if options.model and options.prompts:
+            figures = child(table=options.prompts, output=str(work / "real"), model=options.model)
+            show("real model and tokenizer", figures, ("rows", "wall_seconds", "engine_seconds", "idle_share"))
+    finally:
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
