@@ -50,9 +50,10 @@ fn write_as<E: Element + numpy::Element>(
     py.detach(|| write(storage, pages, key, value, slots)).map_err(PyValueError::new_err)
 }
 
-/// Store key and value [T, kv_heads, head_dim] at slots [T]; negative slots are skipped.
+/// Store key and value [T, `kv_heads`, `head_dim`] at slots [T]; negative slots are skipped.
 #[pyfunction]
 #[pyo3(signature = (storage, pages, key, value, slots))]
+#[allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 pub fn cpu_write_kv(
     py: Python<'_>,
     storage: &Bound<'_, PyAny>,
@@ -71,7 +72,7 @@ pub fn cpu_write_kv(
     }
 }
 
-/// Attention of query [T, heads, head_dim] (float32) over the pages, into out of the same shape.
+/// Attention of query [T, heads, `head_dim`] (float32) over the pages, into out of the same shape.
 #[pyfunction]
 #[pyo3(signature = (query, storage, pages, query_start_loc, seq_lens, block_tables, out, *, scale, positions=None,
     tree_ancestors=None, sliding_window=None, softcap=None, sinks=None))]

@@ -90,7 +90,7 @@ impl Scheduler {
         Ok(Self { core: Mutex::new(core), max_speculative_tokens, num_pages })
     }
 
-    /// Bytes of every vocabulary entry (special tokens: none); needed for stop strings and text_values.
+    /// Bytes of every vocabulary entry (special tokens: none); needed for stop strings and `text_values`.
     fn set_token_bytes(&self, py: Python<'_>, values: &Bound<'_, PyAny>, offsets: &Bound<'_, PyAny>) -> PyResult<()> {
         let values = vector("values", values, "[bytes]", None)?;
         let offsets = vector("offsets", offsets, "[entries + 1]", None)?;
@@ -297,13 +297,16 @@ fn ragged<T: numpy::Element + Copy>(
     Ok(ranges(&offsets_name, &offsets, values.len())?.into_iter().map(|range| values[range].into()).collect())
 }
 
+/// One row's stop strings.
+type StopStrings = Box<[Box<[u8]>]>;
+
 /// Stop strings of each row: bytes, offsets into the bytes, rows into the offsets.
 fn strings(
     values: Option<&Bound<'_, PyAny>>,
     offsets: Option<&Bound<'_, PyAny>>,
     rows: Option<&Bound<'_, PyAny>>,
     n: usize,
-) -> PyResult<Vec<Box<[Box<[u8]>]>>> {
+) -> PyResult<Vec<StopStrings>> {
     let (Some(values), Some(offsets), Some(rows)) = (values, offsets, rows) else {
         for (name, value) in
             [("stop_string_values", values), ("stop_string_offsets", offsets), ("stop_string_rows", rows)]

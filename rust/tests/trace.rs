@@ -102,7 +102,7 @@ fn disturb(machine: &mut Machine, random: &mut Random, setting: &Setting) {
     let any = handles.get(random.below(handles.len())).copied().unwrap_or(999);
     match random.below(12) {
         0..=2 => {
-            let running = machine.scheduler.rows().get(any).is_some_and(|row| row.is_running());
+            let running = machine.scheduler.rows().get(any).is_some_and(specbatch_core::sequence::Sequence::is_running);
             assert_eq!(machine.scheduler.preempt(any), running);
         }
         3 => machine.abort_step(),

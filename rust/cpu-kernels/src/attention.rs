@@ -2,7 +2,7 @@
 //!
 //! A task is one row, one KV head and a tile of its query tokens; all query heads of the KV head share the keys it
 //! reads. Keys go by in blocks with a running maximum and sum (online softmax: Milakov and Gimelshein, 2018,
-//! arXiv:1805.02867; tiling as in FlashAttention, Dao et al., 2022, arXiv:2205.14135). Sums are in float32.
+//! arXiv:1805.02867; tiling as in `FlashAttention`, Dao et al., 2022, arXiv:2205.14135). Sums are in float32.
 
 use rayon::prelude::*;
 
@@ -109,7 +109,10 @@ fn check(
     let count = rows.seq_lens.len();
     let tokens = rows.query_start.last().copied().unwrap_or(0);
     let need = |ok: bool, message: String| if ok { Ok(()) } else { Err(message) };
-    need(pages.kv_heads > 0 && heads % pages.kv_heads == 0, format!("{heads} heads over {} KV heads", pages.kv_heads))?;
+    need(
+        pages.kv_heads > 0 && heads.is_multiple_of(pages.kv_heads),
+        format!("{heads} heads over {} KV heads", pages.kv_heads),
+    )?;
     need(
         rows.query_start.len() == count + 1,
         format!("query_start holds {}, not {}", rows.query_start.len(), count + 1),
@@ -160,7 +163,7 @@ struct Task<'a, E> {
 impl<E: Stored> Task<'_, E> {
     fn dispatch(&self, vectors: bool, out: Shared) {
         #[cfg(target_arch = "x86_64")]
-        if vectors && self.pages.head_dim % 8 == 0 {
+        if vectors && self.pages.head_dim.is_multiple_of(8) {
             // SAFETY: `simd::has_avx2` found the instructions.
             return unsafe { self.avx2(out) };
         }
@@ -316,7 +319,9 @@ fn absorb<E: Element>(scores: &[f32], values: &[E], stride: usize, acc: &mut [f3
     if top > *maximum {
         let shrink = (*maximum - top).exp();
         *sum *= shrink;
-        acc.iter_mut().for_each(|a| *a *= shrink);
+        for a in acc.iter_mut() {
+            *a *= shrink;
+        }
         *maximum = top;
     }
     for (j, score) in scores.iter().enumerate() {

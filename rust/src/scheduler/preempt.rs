@@ -1,7 +1,7 @@
 //! Taking pages back: from a row's surplus, from its draft model, from the whole row.
 
 use super::Scheduler;
-use crate::sequence::{Handle, SequenceStatus};
+use crate::sequence::{Handle, Sequence, SequenceStatus};
 
 /// Decode steps a row waits before it drafts again, when its draft pages were taken; doubles each time.
 const FIRST_BACK_OFF: u64 = 16;
@@ -11,7 +11,7 @@ impl Scheduler {
     /// Puts a running row back to the front of the queue. Its committed tokens stay, and so do its full pages as long
     /// as the prefix cache can keep them; drafts of an outstanding step are wasted. False when it is not running.
     pub fn preempt(&mut self, handle: Handle) -> bool {
-        let running = self.rows.get(handle).is_some_and(|sequence| sequence.is_running());
+        let running = self.rows.get(handle).is_some_and(Sequence::is_running);
         if running {
             self.preempt_row(handle);
         }
