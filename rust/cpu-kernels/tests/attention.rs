@@ -174,7 +174,7 @@ proptest! {
         let mut numbers = Numbers(seed);
         let mut ancestors: Vec<i64> = Vec::new();
         for i in 0..nodes {
-            let parent = if i == 0 { 0 } else { ancestors[(((numbers.next() + 1.0) / 2.0) * i as f32) as usize % i] };
+            let parent = if i == 0 { 0 } else { ancestors[((0.5 * numbers.next() + 0.5) * i as f32) as usize % i] };
             ancestors.push(parent | 1 << i);
         }
         ancestors.push(1);
