@@ -25,7 +25,7 @@ class Limits:
     max_dwell: int = 256
     first_gain: float = 0.05  # over AR, for a first choice on a prior alone
     first_draft_gain: float = 0.15  # the same where the draft's KV has to be filled first
-    probe_share: float = 0.01  # of time, for trying modes out
+    probe_share: float = 0.015  # of time, for trying modes out
     shadow_share: float = 0.005  # of time, for running the draft teacher-forced
     probe_rounds: int = 64
     max_probe_steps: int = 12

@@ -128,7 +128,7 @@ class Controller:
         self.probe_spent = 0.0  # seconds that trying modes out is expected to have cost
         self.shadow_spent = 0.0  # seconds of teacher-forced draft passes
         self._prior = prior
-        self._default: Arm = AR
+        self._default: Arm = AR if options.allow_ar else (options.methods[0], options.ks[0])
         self._shadow_k = 0
         self._shadow_since = 0
         self._probe_k = self._probe_rows = 0
@@ -212,7 +212,8 @@ class Controller:
             reason = f"first choice: {self._words(scores[state.arm], scores)}"
         elif tried is not None:
             state.end_probe()
-            if best.arm == tried and gain >= math.log1p(limits.steady_gain):
+            here = best.arm == tried or best.arm[0] == tried[0] != state.arm[0]  # the method is in force: only k is open
+            if here and gain >= math.log1p(limits.steady_gain):
                 state.switch(step, best.arm, limits)
                 reason = f"the probe paid: {self._words(best, scores)}"
             else:

@@ -36,6 +36,7 @@ class Situation:
     remaining: float  # output tokens a running row is expected to have left
     pages: float
     pages_per_row: float  # target pages a row takes when the batch is in its stride
+    saturated: bool = True  # rows wait for room, so what runs is what fits
 
     @property
     def future_share(self) -> float:
@@ -48,6 +49,10 @@ class Situation:
         wanted = self.running + self.waiting
         fit = self.pages / (self.pages_per_row * (1.0 + draft_kv_ratio * draft_share))
         return max(1.0, min(wanted, float(self.cap), fit))
+
+    def shortfall(self, draft_share: float, draft_kv_ratio: float) -> float:
+        """Rows that run over rows that should, at most 1: something else may limit them (chunks, prefixes, limits)."""
+        return min(1.0, self.running / self.rows(draft_share, draft_kv_ratio)) if self.saturated else 1.0
 
 
 @dataclass(slots=True)
@@ -105,6 +110,7 @@ def situation(observation: Observation, gauges: Gauges, lengths: OutputLengths, 
     waiting = float(o.waiting)
     shards: list[tuple[int, float, float]] = [(s.shard, float(s.running), float(s.waiting)) for s in o.shards]
     seen = sum(line[1] for line in shards)
+    saturated = o.running > 0
     if not running:  # nothing runs yet: the first rows of the queue
         running = min(waiting, cap) or 1.0
         waiting = max(waiting - running, 0.0)
@@ -128,6 +134,7 @@ def situation(observation: Observation, gauges: Gauges, lengths: OutputLengths, 
         remaining=remaining,
         pages=float(max(o.total_pages, 1)),
         pages_per_row=max(stride * shared, 1e-3),
+        saturated=saturated,
     )
 
 
@@ -165,6 +172,7 @@ class Scorer:
     reference_k: int  # k of the counts made over produced tokens
     now: Situation
     in_force: Mapping[int, Arm]
+    _short: float | None = None
     _seen: dict[tuple[int, Arm], tuple[float, float, Acceptance]] = field(default_factory=dict)
 
     def score(self, shard: int, arm: Arm, modes: Mapping[int, Arm]) -> Score:
@@ -176,7 +184,7 @@ class Scorer:
         live = sum(line[2] for line in lines) or 1.0
         lines = one_method(lines)
         draft_share = sum(line[2] for line in lines if line[1][0] == METHOD_DRAFT) / live
-        rows = now.rows(draft_share, self.draft_kv_ratio)
+        rows = max(now.rows(draft_share, self.draft_kv_ratio) * self._shortfall(), 1.0)
         scale = rows / live
         tokens = committed = variance = 0.0
         catch_up = 0.0  # seconds a committed token
@@ -201,6 +209,13 @@ class Scorer:
         rate = committed / (seconds + catch_up)
         spread = math.sqrt(variance) / committed
         return Score(arm, rows, own, seconds, rate, parts, lead, spread, share / committed, seen)
+
+    def _shortfall(self) -> float:
+        if self._short is None:
+            live = sum(line[1] for line in self.now.shards) or 1.0
+            drafting = sum(run for s, run, _ in self.now.shards if self.in_force.get(s, AR)[0] == METHOD_DRAFT)
+            self._short = self.now.shortfall(drafting / live, self.draft_kv_ratio)
+        return self._short
 
     def gain(self, candidate: Score, incumbent: Score, *, trying: bool = False) -> tuple[float, float]:
         """log(rate of candidate / rate of incumbent): expectation and standard deviation.
