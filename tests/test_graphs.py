@@ -198,25 +198,26 @@ def drive(
         engine.core.check_integrity()
 
 
-def test_equal_to_eager_through_2000_random_steps(models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("steps", [250, pytest.param(2000, marks=pytest.mark.slow)])
+def test_equal_to_eager_through_random_steps(steps: int, models: tuple[Path, Path]) -> None:
     rng = np.random.default_rng(0)
     engine = Twin(make_parts(models), rng)
-    drive(engine, rng, 2000)
+    drive(engine, rng, steps)
     assert engine.runner.off_reason is None
-    assert engine.runner.replays > 1500
-    assert engine.progress.preemptions > 20
+    assert engine.runner.replays > steps / 2
+    assert engine.progress.preemptions > steps / 100
+    assert engine.progress.accepted > steps / 20
     assert {bucket.rows for bucket in engine.buckets} == set(row_sizes(MAX_ROWS))
     assert {bucket.tokens_per_row for bucket in engine.buckets} == {1, 2, 3, 4, 5}
     for method in {method for method, _ in MODES}:
-        assert sum(count for mode, count in engine.compared.items() if mode.startswith(f"method {method}")) > 50
+        assert sum(n for mode, n in engine.compared.items() if mode.startswith(f"method {method}")) > steps / 40
     assert len({mode.split("kind")[1] for mode in engine.compared}) >= 5
-    assert engine.progress.accepted > 100
 
 
 def test_logprobs_come_with_the_step(models: tuple[Path, Path]) -> None:
     rng = np.random.default_rng(2)
     engine = Twin(make_parts(models), rng)
-    drive(engine, rng, 100, WITH_LOGPROBS)
+    drive(engine, rng, 40, WITH_LOGPROBS)
     assert engine.runner.off_reason is None
 
 
