@@ -131,7 +131,7 @@ def test_a7_a_shard_after_a_hopeless_one_gets_speculation_back() -> None:
     core.add_requests(
         request_id=np.arange(2, dtype=np.int64),
         shard=np.array([0, 1], np.int32),
-        prompt_values=np.concatenate([repeats, repeats]),
+        prompt_values=np.concatenate([repeats, repeats + 4]),  # not equal: equal prompts wait for each other
         prompt_offsets=np.array([0, 16, 32], np.int64),
         max_tokens=np.array([20, 20], np.int32),
     )
@@ -141,6 +141,7 @@ def test_a7_a_shard_after_a_hopeless_one_gets_speculation_back() -> None:
     none = np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
     info = core.step(0, *none, arrays.core)
     assert info.kind == _core.STEP_PREFILL
-    info = core.step(info.step_id, np.zeros((2, 1), np.int32), np.ones(2, np.int32), np.zeros(2, np.int32), arrays.core)
+    sampled = np.array([[0], [4]], np.int32)  # each goes on with its own repetition
+    info = core.step(info.step_id, sampled, np.ones(2, np.int32), np.zeros(2, np.int32), arrays.core)
     assert info.kind == _core.STEP_DECODE
     assert arrays.host["num_draft_tokens"][:2].tolist() == [0, 3]
