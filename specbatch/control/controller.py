@@ -212,7 +212,9 @@ class Controller:
             reason = f"first choice: {self._words(scores[state.arm], scores)}"
         elif tried is not None:
             state.end_probe()
-            here = best.arm == tried or best.arm[0] == tried[0] != state.arm[0]  # the method is in force: only k is open
+            here = (
+                best.arm == tried or best.arm[0] == tried[0] != state.arm[0]
+            )  # the method is in force: only k is open
             if here and gain >= math.log1p(limits.steady_gain):
                 state.switch(step, best.arm, limits)
                 reason = f"the probe paid: {self._words(best, scores)}"
