@@ -87,7 +87,9 @@ pub fn forward<E: Stored>(
         task.dispatch(vectors, out);
     };
     let work: usize = rows.seq_lens.iter().map(|&n| n as usize).sum::<usize>() * pages.kv_heads;
-    if tasks.len() * pages.kv_heads < 2 || work * pages.head_dim < 1 << 14 {
+    // With one thread a pool would only add a change of threads to every call.
+    let alone = rayon::current_num_threads() < 2 || tasks.len() * pages.kv_heads < 2;
+    if alone || work * pages.head_dim < 1 << 14 {
         for task in &tasks {
             (0..pages.kv_heads).for_each(|h| run(task, h));
         }
