@@ -74,12 +74,14 @@ def test_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch)
     assert "gcc" in missing(driver="550.54", devices=[gpu])
 
 
+@pytest.mark.slow
 def test_speculation_tests_itself() -> None:
     check = doctor.check_speculation("cpu")
     assert check.works, check.detail
     assert "drafts accepted" in check.detail
 
 
+@pytest.mark.slow
 def test_speculation_that_breaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from specbatch.speculators.draft_model import DraftModelSpeculator
 

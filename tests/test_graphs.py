@@ -198,7 +198,8 @@ def drive(
         engine.core.check_integrity()
 
 
-@pytest.mark.parametrize("steps", [250, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [250, 2000])
 def test_equal_to_eager_through_random_steps(steps: int, models: tuple[Path, Path]) -> None:
     rng = np.random.default_rng(0)
     engine = Twin(make_parts(models), rng)
@@ -214,6 +215,7 @@ def test_equal_to_eager_through_random_steps(steps: int, models: tuple[Path, Pat
     assert len({mode.split("kind")[1] for mode in engine.compared}) >= 5
 
 
+@pytest.mark.slow
 def test_logprobs_come_with_the_step(models: tuple[Path, Path]) -> None:
     rng = np.random.default_rng(2)
     engine = Twin(make_parts(models), rng)
@@ -241,6 +243,7 @@ class ForgottenPadding(StaticStep):
         return super()._draft_one(ids, positions, torch.ones_like(active), tables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [HostCounts, ForgottenPadding])
 def test_the_comparison_catches_broken_steps(broken: type[StaticStep], models: tuple[Path, Path]) -> None:
     rng = np.random.default_rng(0)
@@ -249,6 +252,7 @@ def test_the_comparison_catches_broken_steps(broken: type[StaticStep], models: t
         drive(engine, rng, 300)
 
 
+@pytest.mark.slow
 def test_a_failed_capture_says_why_once_and_goes_on(
     models: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,6 +22,8 @@ from specbatch.engine.step_buffers import Bucket, StepArrays
 from specbatch.models import attention_hook
 from specbatch.models.loading import wrap_module
 
+pytestmark = pytest.mark.slow
+
 ROWS, K, VOCAB, PAGES = 6, 3, 64, 20
 SHAPES = StepArrays(
     max_num_seqs=ROWS,

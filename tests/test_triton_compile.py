@@ -49,6 +49,7 @@ def hoard_kernel(out_ptr, key_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyp
     tl.store(out_ptr + at, values / tl.sum(values, axis=0))
 
 
+@pytest.mark.slow
 def test_what_is_too_large_is_seen() -> None:
     """Negative control: more values alive than one warp has registers, and more tiles in flight than a chip holds."""
     assert triton_aot._compile(hoard_kernel, (9, 0), "float32", {"SIZE": 8192}, set(), 1, 3).spills
