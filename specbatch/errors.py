@@ -120,6 +120,17 @@ class Stalled(SpecbatchError):
     code = "stalled"
 
 
+class Interrupted(SpecbatchError):
+    """INT or TERM before there was anything to drain."""
+
+    code = "interrupted"
+
+    def __init__(self, number: int) -> None:
+        name = {2: "SIGINT", 15: "SIGTERM"}.get(number, f"signal {number}")
+        super().__init__(f"stopped by {name}")
+        self.exit_code = ExitCode(128 + number)  # type: ignore[misc]
+
+
 ROW_ERROR_CODES: Final[dict[str, str]] = {
     "empty_prompt": "the prompt is empty, only white space, or no token at all",
     "prompt_too_long": "the prompt leaves no room for an answer in the model's context",

@@ -131,7 +131,12 @@ def start(*arguments: str | Path, standin: str = "", **keywords: Any) -> subproc
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
-    out, err = process.communicate(timeout=timeout)
+def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr. The process does not outlive this."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
     return process.returncode, out, err

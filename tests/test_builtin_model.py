@@ -22,7 +22,7 @@ import phrases  # noqa: E402
 import vocabulary  # noqa: E402
 
 TARGET, DRAFT = builtin_paths()
-ROWS = 48
+ROWS = 32
 
 
 def test_paths_need_no_torch() -> None:

@@ -57,6 +57,20 @@ def test_padding_changes_nothing_and_touches_no_page(llama: LoadedModel) -> None
     assert bool(rows.cache.pages("target")[0].isnan().all()), "the null page is never written"
 
 
+def test_one_metadata_over_static_tensors_serves_step_after_step(llama: LoadedModel) -> None:
+    rows = PagedRows(llama, rows=2, max_len=16)
+    every = rows.step([(0, 0, IDS)])[0]
+    metadata = rows.metadata([(1, 0, 1)])
+    one_by_one = []
+    for position, token in enumerate(IDS):
+        fresh = rows.metadata([(1, position, 1)])
+        metadata.positions.copy_(fresh.positions)
+        metadata.slot_mapping.copy_(fresh.slot_mapping)
+        metadata.seq_lens.copy_(fresh.seq_lens)
+        one_by_one.append(rows.runner.forward(int32([token]), metadata, int32([0])))
+    assert torch.allclose(torch.cat(one_by_one), every, atol=1e-4)
+
+
 def test_forward_hidden_leaves_the_same_kv(llama: LoadedModel) -> None:
     one, other = PagedRows(llama, rows=1, max_len=16), PagedRows(llama, rows=1, max_len=16)
     one.runner = ModelRunner(llama, one.cache.pages("target"), ReferenceBackend())

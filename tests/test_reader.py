@@ -82,6 +82,14 @@ class TestPartitions:
         rows = rows_of(inputs, ["prompt", "day", "lang"])
         assert rows == [("a", 1, "de"), ("b", 2, "fr x"), ("c", None, "en")]
 
+    def test_in_globs(self, tmp_path: Path) -> None:
+        for day in (1, 2):
+            write(tmp_path / "x=9" / f"day={day}" / "lang=de" / "a.parquet", {"prompt": ["a"]})
+        for pattern in ("x=9/day=*/lang=de/*.parquet", "x=9/day=*", "x=9/**/*.parquet"):
+            inputs = open_inputs(tmp_path / pattern)
+            assert rows_of(inputs, ["day", "lang"]) == [(1, "de"), (2, "de")]
+            assert "x" not in inputs.schema.names  # fixed by the one who asks
+
     def test_leading_zeros_stay_text(self, tmp_path: Path) -> None:
         write(tmp_path / "month=01" / "a.parquet", {"prompt": ["a"]})
         assert rows_of(open_inputs(tmp_path), ["month"]) == [("01",)]

@@ -128,6 +128,7 @@ def save(model: LlamaForCausalLM, folder: Path, pad: int, end: int) -> None:
     copy.config.dtype = torch.bfloat16
     copy.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=False)
     copy.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def train(args: argparse.Namespace) -> None:

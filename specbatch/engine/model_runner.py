@@ -63,6 +63,7 @@ class ModelRunner:
         return hidden
 
     def _run(self, module: Any, input_ids: Tensor, metadata: AttentionMetadata, **kwargs: Any) -> Any:
+        metadata.plan = None  # of the tensors' last contents, where a caller keeps one metadata over static tensors
         self._step.metadata = metadata
         if not self._wiring_checked:
             self._step.called = []

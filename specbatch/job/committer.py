@@ -78,6 +78,7 @@ class Committer:
         self._cancelled = self._stopping = self._hurried = False
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
         self._news = threading.Event()
+        self.rows = 0  # written so far, also into parts that are not whole yet: a sign of life
         self.submitted = 0
         self.finished = 0
 
@@ -163,6 +164,7 @@ class Committer:
             entry = self._write(live)
         except InputUnreadable as error:
             live.failed = error.message
+            self._store.unreadable[live.shard.index] = live  # shards behind it may take answers from its spool
             self._report(Unwritable(live, error.message))
             return
         self._store.forget(live.shard.index)
@@ -200,6 +202,7 @@ class Committer:
                     failed = np.flatnonzero(failed_rows(answers, live.n))
                     live.keys[done + failed] = 0  # what has no answer is nobody's earlier answer
                     done += part.rows
+                    self.rows += part.rows
             if done != live.shard.rows:
                 raise AssertionError(f"shard {live.shard.index}: {live.shard.rows} rows in, {done} rows out")
             entry.committed = datetime.now(UTC).isoformat(timespec="seconds")

@@ -52,6 +52,8 @@ class EngineDriver:
         self._lone_failures = 0
         self._reductions = 0
         self.computed = 0  # samples finished
+        self.prompt_tokens = 0  # of those
+        self.completion_tokens = 0
         self._reduce = getattr(engine, "reduce_batch", None)
 
     # -- shards in work
@@ -157,6 +159,8 @@ class EngineDriver:
             live.record(from_finished(live.spool.schema, part, slots, mode))
             live.ended = self._clock()
         self.computed += len(finished)
+        self.prompt_tokens += int(finished.prompt_tokens.sum(dtype=np.int64))
+        self.completion_tokens += int(finished.completion_tokens.sum(dtype=np.int64))
 
     # -- when it throws
 

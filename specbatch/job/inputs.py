@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One file to read. `hive`: values of its key=value directories, below the directory that was given."""
+    """One file to read. `hive`: values of its key=value directories, below the directory or in the glob given."""
 
     path: Path
     hive: dict[str, str | None] = field(default_factory=dict)
@@ -57,25 +58,33 @@ def expand_inputs(patterns: Sequence[str], output: Path) -> list[InputSpec]:
     return found
 
 
-def _expand(pattern: str, output: Path) -> Iterator[InputSpec]:
+def _expand(pattern: str, output: Path, base: Path | None = None) -> Iterator[InputSpec]:
+    """`base`: the fixed beginning of the glob that gave `pattern`; partitions are looked for below it."""
     path = Path(pattern)
     try:
         if path.is_dir():
-            yield from _walk(path, output)
+            yield from _walk(path, output, base or path)
         elif path.is_file():
-            yield InputSpec(path)
+            yield InputSpec(path, _partitions(path, base) if base is not None else {})
         elif path.exists():
             raise UsageError(f"{pattern} is not a regular file", hint="write it to a file first: rows are read twice")
         elif glob.has_magic(pattern):
+            fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
             for name in sorted(glob.glob(pattern, recursive=True)):
-                yield from _expand(name, output)
+                yield from _expand(name, output, fixed)
         else:
             raise InputMissing(f"no input: {pattern} does not exist")
     except OSError as error:
         raise InputMissing(f"cannot read {pattern}: {error.strerror}") from error
 
 
-def _walk(root: Path, output: Path) -> Iterator[InputSpec]:
+def _partitions(path: Path, base: Path) -> dict[str, str | None]:
+    """Values of the key=value directories between `base` and the file."""
+    pairs = (part.split("=", 1) for part in path.relative_to(base).parts[:-1] if "=" in part)
+    return {unquote(key): None if value == _HIVE_NULL else unquote(value) for key, value in pairs}
+
+
+def _walk(root: Path, output: Path, base: Path) -> Iterator[InputSpec]:
     def refuse(error: OSError) -> None:
         raise error
 
@@ -91,8 +100,7 @@ def _walk(root: Path, output: Path) -> Iterator[InputSpec]:
     if root.resolve() == output:
         files = []
     for path in sorted(files):
-        pairs = (part.split("=", 1) for part in path.relative_to(root).parts[:-1] if "=" in part)
-        yield InputSpec(path, {unquote(k): None if v == _HIVE_NULL else unquote(v) for k, v in pairs})
+        yield InputSpec(path, _partitions(path, base))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Knows no files and no formats. One thread; reading, tokenising and writing happe
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from specbatch.job.intake import Work, split
 from specbatch.job.live import AnswerStore, LiveShard
 from specbatch.job.options import JobEvents, JobOptions, JobProgress
 from specbatch.job.signals import Interrupts, Watchdog
+from specbatch.requests import EngineProgress
 
 _IDLE_SECONDS: Final = 0.02
 _TICK_SECONDS: Final = 0.1
@@ -81,9 +83,10 @@ class JobLoop:
         self._rows_before = self._base_rows = progress.rows_done
         self._errors_before = progress.row_errors
         self._recovered = 0  # rows whose answers a killed start left behind
+        self._items = 0  # taken from the feeder
         self._closing = False  # stopping, and the feeder's next rows would need the engine
         self._next_tick = self._next_flush = 0.0
-        self._watchdog = Watchdog(options.stall_timeout, self._describe, events.stalled)
+        self._watchdog = Watchdog(options.stall_timeout, self._describe, events.stalled, end=interrupts.active)
 
     def run(self) -> None:
         """Until everything is committed, or `stop` says why not. Raises SpecbatchError."""
@@ -95,8 +98,9 @@ class JobLoop:
         finally:
             self._watchdog.close()
             self._feeder.stop()
-            if self.driver is not None and self.stop is not None:
-                self.driver.abort()
+            if self.driver is not None:
+                with contextlib.suppress(Exception):  # an engine that is broken already
+                    self.driver.abort()
             for live in self._lives:
                 live.spool.sync()
             self._finish_parts()
@@ -117,10 +121,7 @@ class JobLoop:
         if self.driver is not None and self.driver.unfinished:
             moved = self.driver.step()
             self.tally.last_finished = time.monotonic()
-            progress = self.driver.engine.progress
-            self._watchdog.look((progress.steps, progress.prompt_tokens, progress.completion_tokens, self._answered()))
-        else:
-            self._watchdog.rest()
+        self._watchdog.look(self._signs_of_life())
         self._submit()
         self._collect_parts()
         self._check_budget()
@@ -138,6 +139,12 @@ class JobLoop:
         if not moved and not self._backlog:
             self._wait()
         return False
+
+    def _signs_of_life(self) -> tuple[int, ...]:
+        """Counters of which one at least moves while anything works."""
+        engine = self.driver.engine.progress if self.driver is not None else EngineProgress()
+        tokens = (engine.prompt_tokens, engine.completion_tokens)
+        return (*tokens, self._answered(), self._items, self._committer.rows, self._committer.finished)
 
     def _wait(self) -> None:
         """Nothing to do for the engine: until the feeder has something, or the committer may have."""
@@ -170,6 +177,7 @@ class JobLoop:
                 self._take(item)
 
     def _take(self, item: Opened | Work | Closed) -> None:
+        self._items += 1
         if isinstance(item, Opened):
             live = item.live
             self._lives.append(live)
@@ -198,6 +206,7 @@ class JobLoop:
     def _admit(self) -> None:
         while self._backlog:
             if self.driver is None:
+                self._watchdog.rest()  # loading takes as long as it takes
                 self.driver = self._make_driver()
                 for live in self._lives:
                     self.driver.open(live)
@@ -253,7 +262,6 @@ class JobLoop:
             else:
                 self._fail(live, result.reason)
                 self._base_rows -= live.rows_done
-                self._store.unreadable[live.shard.index] = live
 
     def _finish_parts(self) -> None:
         """Wait for parts being written: all of them, or (when stopping) a few seconds past the end."""

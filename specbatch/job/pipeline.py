@@ -85,8 +85,7 @@ class Pipeline:
         with contextlib.suppress(Exception):
             self._log.flush()
         with contextlib.suppress(Exception):
-            engine = loop.driver.engine.progress if loop.driver is not None else None
-            tokens = engine.completion_tokens if engine is not None else 0
+            tokens = loop.driver.completion_tokens if loop.driver is not None else 0
             first = loop.tally.first_request
             seconds = loop.tally.last_finished - first if first is not None else 0.0
             self._manifest.starts[-1] = start | {

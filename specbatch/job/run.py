@@ -9,7 +9,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from specbatch.errors import ExitCode, ResourceError, SpecbatchError
+from specbatch.errors import ExitCode, Interrupted, OutputLocked, ResourceError, SpecbatchError
 from specbatch.job import output as outputs
 from specbatch.job.lock import OutputLock
 from specbatch.job.loop import JobLoop
@@ -53,7 +53,12 @@ def run_job(
         plan = make_plan(options, target)
         outputs.create(options.output)
         lock = OutputLock(options.output / DIRECTORY / "lock")
-        lock.acquire(options.wait_lock, lambda: interrupts.received is not None)
+        try:
+            lock.acquire(options.wait_lock, lambda: interrupts.received is not None)
+        except OutputLocked:
+            if interrupts.received is None:
+                raise
+            raise Interrupted(interrupts.received) from None
         with lock:
             return _Job(plan, make_engine, events, interrupts, started).run()
 
@@ -222,7 +227,8 @@ class _Job:
         seconds = 0.0
         if loop is not None and loop.tally.first_request is not None:
             seconds = max(0.0, loop.tally.last_finished - loop.tally.first_request)
-        tokens = engine.completion_tokens if engine else 0
+        driver = loop.driver if loop is not None else None
+        tokens = driver.completion_tokens if driver else 0
         codes: Counter[str] = Counter()
         for part in parts:
             codes.update(part.row_errors)
@@ -240,8 +246,8 @@ class _Job:
             shards=len(manifest.shards),
             shards_done=len(parts),
             rows_this_start=loop.progress.rows_this_start if loop is not None else 0,
-            rows_computed=loop.driver.computed // self.options.n if loop is not None and loop.driver is not None else 0,
-            prompt_tokens=engine.prompt_tokens if engine else 0,
+            rows_computed=driver.computed // self.options.n if driver else 0,
+            prompt_tokens=driver.prompt_tokens if driver else 0,
             completion_tokens=tokens,
             generation_seconds=seconds,
             completion_tokens_per_second=tokens / seconds if seconds else 0.0,

@@ -24,7 +24,7 @@ class Interrupts:
     """Takes INT, TERM and USR1 over while active (main thread only); else it is only a place to ask."""
 
     def __init__(self, *, active: bool, grace: float) -> None:
-        self._active = active
+        self.active = active
         self._grace = grace
         self._handlers: dict[signal.Signals, Any] = {}
         self._report = False
@@ -38,7 +38,7 @@ class Interrupts:
         return asked
 
     def __enter__(self) -> Interrupts:
-        if self._active:
+        if self.active:
             self._pair = socket.socketpair()
             self._pair[1].setblocking(False)
             self._old_wakeup = signal.set_wakeup_fd(self._pair[1].fileno(), warn_on_full_buffer=False)
@@ -50,7 +50,7 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._active and self._pair is not None:
+        if self.active and self._pair is not None:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._old_wakeup)
@@ -93,16 +93,18 @@ class Interrupts:
 
 
 class Watchdog:
-    """Ends the process when nothing changes for `timeout` seconds while it is armed (0: never).
+    """Speaks up when nothing changes for `timeout` seconds while it is armed (0: never).
 
-    `stalled(message)` is called on the watchdog's thread; then every thread's stack goes to stderr, then exit 1.
-    Should a call hold the interpreter, the faulthandler's own timer does it a little later, without `stalled`.
+    `stalled(message)` is called on the watchdog's thread; then every thread's stack goes to stderr; then, with `end`,
+    the process ends with exit 1. Should a call hold the interpreter, the faulthandler's own timer does that a little
+    later, without `stalled`. Without `end` (the process is not the job's own, such as a notebook) it only tells.
     """
 
-    def __init__(self, timeout: float, state: Callable[[], str], stalled: Callable[[str], None]) -> None:
+    def __init__(self, timeout: float, state: Callable[[], str], stalled: Callable[[str], None], *, end: bool) -> None:
         self._timeout = timeout
         self._state = state
         self._stalled = stalled
+        self._end = end
         self._signature: Hashable = None
         self._since = time.monotonic()
         self._armed = False
@@ -116,7 +118,7 @@ class Watchdog:
         now = time.monotonic()
         if signature != self._signature or not self._armed:
             self._signature, self._since, self._armed = signature, now, True
-            if self._timeout > 0 and now - self._rearmed > 1.0:
+            if self._end and self._timeout > 0 and now - self._rearmed > 1.0:
                 self._rearmed = now
                 with contextlib.suppress(Exception):  # no stderr: then without
                     faulthandler.dump_traceback_later(1.25 * self._timeout + 5.0, exit=True)
@@ -125,7 +127,8 @@ class Watchdog:
         """Nothing is expected to move for now."""
         if self._armed:
             self._armed = False
-            faulthandler.cancel_dump_traceback_later()
+            if self._end:
+                faulthandler.cancel_dump_traceback_later()
             self._rearmed = 0.0
 
     def close(self) -> None:
@@ -140,4 +143,6 @@ class Watchdog:
                     self._stalled(f"no progress for {waited:.0f} s (--stall-timeout): {self._state()}")
                 with contextlib.suppress(Exception):
                     faulthandler.dump_traceback(all_threads=True)
-                os._exit(1)
+                if self._end:
+                    os._exit(1)
+                self._since = time.monotonic()  # say it again after as long

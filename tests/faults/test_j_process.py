@@ -15,9 +15,13 @@ from typing import Any
 import pytest
 
 from specbatch.errors import ExitCode, ResourceError
+from specbatch.job.lock import OutputLock
+from specbatch.job.options import JobOptions
+from specbatch.job.run import run_job
+from specbatch.job.signals import Watchdog
 from specbatch.requests import EngineProgress, RequestBatch
 from specbatch.standin import StandInEngine, StandInSettings
-from tests.jobs import Factory, Recorder, answers, finish, parts, prompts, read, run, start, write
+from tests.jobs import Factory, Recorder, answers, finish, parts, prompts, read, run, start, target, write
 
 SLOW = "capacity=5,delay=0.05"
 
@@ -41,7 +45,7 @@ class TestJ36Stall:
     def test_a_step_that_never_returns(self, tmp_path: Path) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": prompts(50)})
         process = start(table, "-o", tmp_path / "out", "--stall-timeout", "1", standin="capacity=5,hang_after=3")
-        code, _, err = finish(process, timeout=60)
+        code, _, err = finish(process)
         assert code == ExitCode.UNEXPECTED
         assert "no progress" in err
         assert re.search(r"rows 1[0-5]/50", err), err  # the state
@@ -59,9 +63,6 @@ class TestJ36Stall:
 
         ended: list[int] = []
 
-        class Ended(Exception):
-            pass
-
         def leave(code: int) -> None:
             ended.append(code)
             os.kill(os.getpid(), signal.SIGINT)  # the watchdog's thread cannot end this process: the test does
@@ -72,10 +73,34 @@ class TestJ36Stall:
         stalled: list[str] = []
         events = Recorder()
         monkeypatch.setattr(events, "stalled", stalled.append, raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            run(table, tmp_path / "out", factory=Factory(make=lambda context: Idle()), events=events, stall_timeout=0.5)
+        result = run_job(
+            JobOptions(inputs=(str(table),), output=tmp_path / "out", stall_timeout=0.5, grace=0.2),
+            target=target(),
+            make_engine=Factory(make=lambda context: Idle()),
+            events=events,
+            handle_signals=True,
+        )
         assert ended[0] == ExitCode.UNEXPECTED
         assert "rows 0/5" in stalled[0]
+        assert result.exit_code == ExitCode.INTERRUPTED  # what the test itself did instead of ending
+
+    def test_a_watchdog_that_does_not_own_the_process_only_tells(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("specbatch.job.signals.faulthandler.dump_traceback", lambda **keywords: None)
+        stalled: list[str] = []
+        dog = Watchdog(0.1, lambda: "the state", stalled.append, end=False)
+        for count in range(30):  # progress: nothing to say
+            dog.look(count)
+            time.sleep(0.01)
+        assert stalled == []
+        while not stalled:
+            dog.look("same")
+            time.sleep(0.01)
+        assert "the state" in stalled[0]
+        dog.rest()
+        said = len(stalled)
+        time.sleep(0.3)
+        assert len(stalled) == said
+        dog.close()
 
 
 class TestJ37Signals:
@@ -108,7 +133,7 @@ class TestJ37Signals:
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) in (128 + signal.SIGTERM, -signal.SIGTERM)
+        assert process.wait(60) in (128 + signal.SIGTERM, -signal.SIGTERM)
         finish(process)
 
     def test_a_step_that_hangs_does_not_outlive_the_grace_period(self, tmp_path: Path) -> None:
@@ -116,7 +141,7 @@ class TestJ37Signals:
         process = start(table, "-o", tmp_path / "out", "--grace", "0", standin="capacity=5,hang_after=3")
         hanging(tmp_path / "out", process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM
         finish(process)
 
     def test_usr1_prints_progress(self, tmp_path: Path) -> None:
@@ -142,6 +167,21 @@ class TestJ37Signals:
         assert children.read_text().split() == []
         process.kill()
         finish(process)
+
+
+class TestWaitingForTheLock:
+    def test_a_signal_ends_the_wait(self, tmp_path: Path) -> None:
+        table = write(tmp_path / "in.parquet", {"prompt": ["a"]})
+        (tmp_path / "out" / "_specbatch").mkdir(parents=True)
+        with OutputLock(tmp_path / "out" / "_specbatch" / "lock") as lock:
+            lock.acquire()
+            process = start(table, "-o", tmp_path / "out", "--wait-lock", "60")
+            time.sleep(3)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            code, _, err = finish(process)
+        assert code == ExitCode.TERMINATED, err
+        assert "Traceback" not in err
 
 
 class TestDeadline:
