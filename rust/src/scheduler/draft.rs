@@ -35,7 +35,6 @@ impl Scheduler {
     }
 
     /// Drafts a decoding row may have in a step of `method`: k, less what its limits leave no room for.
-    #[inline]
     pub(super) fn draft_limit(&self, sequence: &Sequence, method: Method) -> usize {
         let speculation = self.shards.get(sequence.shard);
         if speculation.method != method || !sequence.may_draft {
@@ -102,6 +101,14 @@ impl Scheduler {
             self.back_off(handle);
         }
         k
+    }
+
+    /// Takes the draft pages of a row that has outgrown the draft model's context.
+    pub(super) fn release_useless_draft(&mut self, handle: Handle) {
+        let sequence = &self.rows[handle];
+        if sequence.num_committed() > self.config.draft_max_model_len && !sequence.draft.pages.is_empty() {
+            self.release_draft(handle);
+        }
     }
 
     /// Lengthens a row's draft table to hold `tokens` tokens and leaves `spare` pages in the pool. False: no room.
