@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.errors import ExitCode, ResourceError
+from specbatch.errors import ExitCode, Interrupted, ResourceError
 from specbatch.job.lock import OutputLock
 from specbatch.job.options import JobOptions
 from specbatch.job.run import run_job
@@ -87,25 +88,27 @@ class TestJ36Stall:
     def test_a_watchdog_that_does_not_own_the_process_only_tells(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("specbatch.job.signals.faulthandler.dump_traceback", lambda **keywords: None)
         stalled: list[str] = []
-        dog = Watchdog(0.1, lambda: "the state", stalled.append, end=False)
-        for count in range(30):  # progress: nothing to say
-            dog.look(count)
-            time.sleep(0.01)
-        assert stalled == []
-        while not stalled:
-            dog.look("same")
-            time.sleep(0.01)
-        assert "the state" in stalled[0]
-        dog.rest()
-        said = len(stalled)
-        time.sleep(0.3)
-        assert len(stalled) == said
-        dog.close()
+        quiet = Watchdog(60.0, lambda: "", stalled.append, end=False)
+        dog = Watchdog(0.2, lambda: "the state", stalled.append, end=False)
+        try:
+            quiet.look(1)
+            while not stalled:
+                dog.look("same")
+                time.sleep(0.01)
+            dog.rest()
+            time.sleep(0.1)
+            said = len(stalled)
+            assert all("the state" in message for message in stalled)
+            time.sleep(0.6)
+            assert len(stalled) == said
+        finally:
+            dog.close()
+            quiet.close()
 
 
 class TestJ37Signals:
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_the_first_drains(self, tmp_path: Path, number: signal.Signals) -> None:
+    def test_the_first_drains(self, tmp_path: Path) -> None:
+        number = signal.SIGTERM
         table = write(tmp_path / "in.parquet", {"prompt": prompts(600)}, row_group_size=100)
         out = tmp_path / "out"
         process = start(table, "-o", out, "--shard-rows", "100", "--grace", "10", "--json", standin=SLOW)
@@ -169,19 +172,45 @@ class TestJ37Signals:
         finish(process)
 
 
-class TestWaitingForTheLock:
-    def test_a_signal_ends_the_wait(self, tmp_path: Path) -> None:
+class TestInThisProcess:
+    """The same signals without the cost of a process."""
+
+    def test_int_drains_and_gives_the_handlers_back(self, tmp_path: Path) -> None:
+        class Pressing(StandInEngine):
+            def step(self) -> bool:
+                if self.progress.steps == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return super().step()
+
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(300)}, row_group_size=50)
+        result = run_job(
+            JobOptions(inputs=(str(table),), output=tmp_path / "out", shard_rows=50, grace=60.0),
+            target=target(),
+            make_engine=Factory(make=lambda context: Pressing(StandInSettings(capacity=20))),
+            handle_signals=True,
+        )
+        assert (result.exit_code, result.reason) == (ExitCode.INTERRUPTED, "SIGINT")
+        assert 0 < result.rows_this_start < 300
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+        run(table, tmp_path / "out", shard_rows=50)
+        run(table, tmp_path / "clean", shard_rows=50)
+        assert answers(tmp_path / "out") == answers(tmp_path / "clean")
+
+    def test_term_ends_the_wait_for_a_lock(self, tmp_path: Path) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": ["a"]})
         (tmp_path / "out" / "_specbatch").mkdir(parents=True)
         with OutputLock(tmp_path / "out" / "_specbatch" / "lock") as lock:
             lock.acquire()
-            process = start(table, "-o", tmp_path / "out", "--wait-lock", "60")
-            time.sleep(3)
-            assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            code, _, err = finish(process)
-        assert code == ExitCode.TERMINATED, err
-        assert "Traceback" not in err
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(Interrupted, match="SIGTERM") as caught:
+                run_job(
+                    JobOptions(inputs=(str(table),), output=tmp_path / "out", wait_lock=600.0),
+                    target=target(),
+                    make_engine=Factory(),
+                    handle_signals=True,
+                )
+        assert caught.value.exit_code == ExitCode.TERMINATED
 
 
 class TestDeadline:
