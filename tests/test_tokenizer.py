@@ -165,9 +165,8 @@ USER = {"role": "user", "content": "Hi <b> & 'you'\n"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [USER],
     [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "Yes?"}, USER],
-    [USER, {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"é": 1, "b": [True]}}]}],
+    [USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"é": 1, "b": [True]}}]}],
     [{"role": "user", "content": [{"type": "text", "text": "part"}]}],
-    [USER, {"role": "assistant", "content": "ok", "thinking": "hmm"}],
 ]
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] | string }}<|im_end|>"
@@ -181,7 +180,6 @@ TEMPLATES = {
     "{% endgeneration %}{% else %}<{{ m.role }}>{% endif %}{% endfor %}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content | string "
     "| length %}{% endfor %}{{ ns.n }}{{ dict(a=1)['a'] }}{{ range(3) | list }}",
-    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}",
     "date": "{{ strftime_now('%Y') | length }}{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('y') }}",
 }
 
@@ -205,6 +203,12 @@ def test_null_fields_are_left_out_at_every_depth(tmp_path: Path) -> None:
     template = "{{ messages | tojson }}"
     tokenizer = HFTokenizer(write(tmp_path, byte_level(), {"chat_template": template}))
     assert json.loads(tokenizer.render([padded])) == [{"role": "user", "content": "x", "extra": [{"b": 1}]}]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_offered_under_the_names_templates_use(field: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}", {})
+    assert template.render([USER, {"role": "assistant", "content": "ok", field: "hmm"}]) == "|;hmm|hmm;"
 
 
 def test_a_fixed_date(tmp_path: Path) -> None:
