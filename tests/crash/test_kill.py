@@ -19,7 +19,7 @@ from specbatch.errors import ExitCode
 from tests.jobs import answers, finish, parts, run, start, write
 
 ROWS = 400
-SHORT_KILLS, ALL_KILLS = 6, 200
+SHORT_KILLS, ALL_KILLS = 4, 200
 
 
 def make_table(path: Path, random_: random.Random) -> Path:

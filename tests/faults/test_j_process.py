@@ -111,14 +111,22 @@ class TestJ37Signals:
         number = signal.SIGTERM
         table = write(tmp_path / "in.parquet", {"prompt": prompts(600)}, row_group_size=100)
         out = tmp_path / "out"
-        process = start(table, "-o", out, "--shard-rows", "100", "--grace", "10", "--json", standin=SLOW)
+        process = start(
+            table, "-o", out, "--shard-rows", "100", "--grace", "10", "--json", "--progress", "none", standin=SLOW
+        )
         running(out, process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        if children.exists():  # KILL would leave nothing behind: there are none
+            assert children.read_text().split() == []
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
         process.send_signal(number)
         before = time.monotonic()
         code, text, err = finish(process)
         assert code == 128 + number, err
         assert time.monotonic() - before < 30
         assert "Traceback" not in err
+        assert re.search(r"/600|of 600", err.split("SIGTERM")[0].split("generating")[1]), err  # what USR1 asked for
         summary = json.loads(text.splitlines()[-1])
         assert (summary["exit_code"], summary["reason"]) == (code, number.name)
         assert not (out / "_SUCCESS").exists()
@@ -139,36 +147,13 @@ class TestJ37Signals:
         assert process.wait(60) in (128 + signal.SIGTERM, -signal.SIGTERM)
         finish(process)
 
+    @pytest.mark.slow
     def test_a_step_that_hangs_does_not_outlive_the_grace_period(self, tmp_path: Path) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": prompts(50)})
         process = start(table, "-o", tmp_path / "out", "--grace", "0", standin="capacity=5,hang_after=3")
         hanging(tmp_path / "out", process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-        finish(process)
-
-    def test_usr1_prints_progress(self, tmp_path: Path) -> None:
-        table = write(tmp_path / "in.parquet", {"prompt": prompts(200)})
-        process = start(table, "-o", tmp_path / "out", "--progress", "none", standin=SLOW)
-        running(tmp_path / "out", process)
-        process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
-        code, _, err = finish(process)
-        assert code == 143
-        assert any("/200" in line or "of 200" in line for line in err.splitlines()), err
-
-    def test_no_child_processes(self, tmp_path: Path) -> None:
-        """KILL of the job leaves nothing behind: it never had children."""
-        table = write(tmp_path / "in.parquet", {"prompt": prompts(200)})
-        process = start(table, "-o", tmp_path / "out", standin=SLOW)
-        running(tmp_path / "out", process)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        if not children.exists():
-            process.kill()
-            pytest.skip("the kernel does not list children")
-        assert children.read_text().split() == []
-        process.kill()
         finish(process)
 
 

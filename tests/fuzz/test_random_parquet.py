@@ -20,7 +20,7 @@ from specbatch.errors import ExitCode, SpecbatchError
 from specbatch.job.run import run_job
 from tests.jobs import Factory, parts, run
 
-SHORT_FILES, ALL_FILES, BATCH = 60, 2000, 250
+SHORT_FILES, ALL_FILES, BATCH = 40, 2000, 250
 TEXTS = [
     "",
     " ",
