@@ -153,6 +153,29 @@ def test_logprobs_match_transformers(tiny_target: Path) -> None:
     assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["ar", "draft"])
+def test_rows_with_and_without_logprobs_share_a_batch(mode: str, tiny_target: Path, tiny_draft: Path) -> None:
+    """Each row gets the logprobs it would get alone, or none; rows leave at different steps."""
+    prompts = make_prompts(7)
+    ask = [i % 3 == 1 for i in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=4 + 5 * i, logprobs=wanted, temperature=float(i % 2), seed=i, ignore_eos=True)
+        for i, wanted in enumerate(ask)
+    ]
+    options: dict[str, Any] = {"max_num_seqs": 3}
+    if mode == "draft":
+        options |= {"speculate": "draft", "draft_model": str(tiny_draft), "num_speculative_tokens": 3}
+    got = run(tiny_target, prompts, params, **options)
+    for i, completion in enumerate(got):
+        values = completion.logprobs
+        if not ask[i]:
+            assert values is None or np.isnan(values).all()
+            continue
+        [alone] = run(tiny_target, [prompts[i]], params[i])
+        assert completion.token_ids == alone.token_ids
+        assert values == pytest.approx(alone.logprobs, abs=1e-4)
+
+
 def test_prompt_too_long_is_a_row_error_with_numbers(tiny_target: Path) -> None:
     good, bad = run(tiny_target, [[5] * 10, [5] * 200], max_model_len=100)
     assert good.finish_reason in ("stop", "length")

@@ -250,10 +250,12 @@ class Engine:
             self.sampling.commit(params, torch.from_numpy(tokens).to(device), torch.from_numpy(num_sampled).to(device))
         handles = self.arrays.host["seq_index"]
         if logprobs is not None:
-            values = logprobs.float().cpu().numpy()
-            for row in np.flatnonzero(num_sampled).tolist():
-                begin = int(starts[row])
-                self._results.note_logprobs(int(handles[row]), values[begin : begin + int(num_sampled[row])].copy())
+            values, positions = logprobs.float().cpu().numpy(), self.arrays.host["positions"]
+            asked = self.sampling.wants_logprobs(handles[: len(num_sampled)]) & (num_sampled > 0)
+            for row in np.flatnonzero(asked).tolist():
+                handle, begin = int(handles[row]), int(starts[row])
+                first = int(positions[self.arrays.host["logits_indices"][begin]]) + 1 - self.sampling.prompt_len(handle)
+                self._results.note_logprobs(handle, first, values[begin : begin + int(num_sampled[row])].copy())
         if (tokens < 0).any():
             failed = failed_rows(torch.from_numpy(tokens), torch.from_numpy(num_sampled)).numpy()
             for row in np.flatnonzero(failed).tolist():

@@ -21,15 +21,17 @@ class ResultCollector:
         self.num_pages = num_pages
         self.block_size = block_size
         self._errors: dict[int, tuple[str, str]] = {}  # handle -> (code, message): rows the engine aborted for a reason
-        self._logprobs: dict[int, list[NDArray[np.float32]]] = {}  # handle -> a piece a step
+        # handle -> a piece a step: output index of its first token, values
+        self._logprobs: dict[int, list[tuple[int, NDArray[np.float32]]]] = {}
 
     def note_error(self, handle: int, code: str, message: str) -> None:
         """The reason of a row that is about to be aborted."""
         self._errors[handle] = (code, message)
 
-    def note_logprobs(self, handle: int, values: NDArray[np.float32]) -> None:
-        """Logprobs of tokens committed by a step; those past the row's end are cut when it is taken."""
-        self._logprobs.setdefault(handle, []).append(values)
+    def note_logprobs(self, handle: int, first: int, values: NDArray[np.float32]) -> None:
+        """Logprobs of a row's output tokens from index `first` on, as a step found them. What is past the row's end is
+        cut when it is taken; a step that is run again replaces what it noted before."""
+        self._logprobs.setdefault(handle, []).append((first, values))
 
     def collect(self, batch: FinishedBatch) -> FinishedRows:
         reasons = batch.finish_reason.copy()
@@ -83,10 +85,10 @@ class ResultCollector:
         values = np.full(len(batch.token_values), np.nan, np.float32)
         offsets = batch.token_offsets
         for i, handle in enumerate(batch.handle.tolist()):
-            pieces = self._logprobs.pop(handle, None)
-            if pieces is not None:
-                length = int(offsets[i + 1] - offsets[i])
-                values[offsets[i] : offsets[i + 1]] = np.concatenate(pieces)[:length]
+            row = values[offsets[i] : offsets[i + 1]]
+            for first, piece in self._logprobs.pop(handle, ()):
+                room = row[first : first + len(piece)]
+                room[:] = piece[: len(room)]
         return values
 
 

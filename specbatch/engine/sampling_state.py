@@ -17,6 +17,7 @@ from torch import Tensor
 from specbatch.engine.row_params import (
     BIAS_SLOT,
     BIASED,
+    LOGPROBS,
     NUM_COLUMNS,
     PENALISED,
     PENALTY_SLOT,
@@ -186,6 +187,14 @@ class SamplingState:
         num_rows, width = token_ids.shape
         self._make_room(rows.host[:num_rows, PENALTY_SLOT], width)
         count_tokens(self._tables, rows.penalty_slot[:num_rows], token_ids, num_sampled)
+
+    def wants_logprobs(self, handles: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of the handles [n] asked for logprobs."""
+        return np.asarray(self._kind[handles] & LOGPROBS, np.bool_)
+
+    def prompt_len(self, handle: int) -> int:
+        """Tokens of the request's prompt."""
+        return int(self._packed[handle, PROMPT_LEN])
 
     # -- tables --------------------------------------------------------------------------------------------------
 
