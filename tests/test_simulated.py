@@ -62,9 +62,7 @@ def race(
     **options: Any,
 ) -> Race:
     def rows() -> CoreRows:
-        return CoreRows(
-            work, pages=pool_tokens // 16, max_num_seqs=max_num_seqs, draft_block_size=draft_tokens_a_page
-        )
+        return CoreRows(work, pages=pool_tokens // 16, max_num_seqs=max_num_seqs, draft_block_size=draft_tokens_a_page)
 
     def go(policy: FixedPolicy | Controller) -> SimResult:
         made = rows()

@@ -115,98 +115,92 @@ impl Layout {
 
     /// Writes `plan` into the arrays and returns the step's sizes (pool and queue counts left 0).
     pub fn fill(&mut self, plan: &StepPlan, rows: &Slab, config: &Config, arrays: &mut StepArrays<'_>) -> StepInfo {
-        let mut info = StepInfo {
-            kind: plan.kind as i32,
-            method: plan.method as i32,
-            num_rows: plan.rows.len(),
-            ..StepInfo::default()
-        };
-        let width = arrays.block_tables.len() / arrays.seq_index.len();
-        let draft_width = arrays.draft_block_tables.len() / arrays.seq_index.len();
+        let mut target = Packed::new(arrays.block_tables.len() / arrays.seq_index.len());
+        let mut draft = Packed::new(arrays.draft_block_tables.len() / arrays.seq_index.len());
+        let (mut num_logits, mut num_drafts, mut max_drafts) = (0, 0, 0);
         let decode = plan.kind == StepKind::Decode;
-        let (mut token, mut logit, mut draft_token) = (0, 0, 0);
+        let num_rows = plan.rows.len();
+        // Slices of one known length, so that their bounds are checked once.
+        let seq_index = &mut arrays.seq_index[..num_rows];
+        let num_draft_tokens = &mut arrays.num_draft_tokens[..num_rows];
+        let query_start_loc = &mut arrays.query_start_loc[..num_rows];
+        let seq_lens = &mut arrays.seq_lens[..num_rows];
+        let logits_start_loc = &mut arrays.logits_start_loc[..num_rows];
+        let draft_query_start_loc = &mut arrays.draft_query_start_loc[..num_rows];
+        let draft_seq_lens = &mut arrays.draft_seq_lens[..num_rows];
+        let tables = &mut self.tables[..num_rows];
+        let draft_tables = &mut self.draft_tables[..num_rows];
         for (i, row) in plan.rows.iter().enumerate() {
             let sequence = &rows[row.handle];
-            arrays.seq_index[i] = row.handle as i32;
-            arrays.query_start_loc[i] = token as i32;
-            arrays.logits_start_loc[i] = logit as i32;
-            arrays.draft_query_start_loc[i] = draft_token as i32;
-            arrays.num_draft_tokens[i] = row.drafts as i32;
-            let seq_len = if row.len == 0 { 0 } else { row.start + row.len };
-            arrays.seq_lens[i] = seq_len as i32;
-            let draft_seq_len = if row.draft_len == 0 { 0 } else { row.draft_start + row.draft_len };
-            arrays.draft_seq_lens[i] = draft_seq_len as i32;
+            seq_index[i] = row.handle as i32;
+            num_draft_tokens[i] = row.drafts as i32;
+            query_start_loc[i] = target.tokens as i32;
+            draft_query_start_loc[i] = draft.tokens as i32;
+            logits_start_loc[i] = num_logits as i32;
+            num_drafts += row.drafts;
+            max_drafts = max_drafts.max(row.drafts);
 
-            let table = &mut self.tables[i];
-            if row.len > 0 {
-                let end = token + row.len;
-                let ids = &mut arrays.input_ids[token..end];
-                let committed = row.len - row.drafts;
-                copy(&mut ids[..committed], &sequence.tokens[row.start..row.start + committed]);
-                match plan.proposals.get(row.proposal_start..row.proposal_start + row.drafts) {
-                    Some(proposal) => copy(&mut ids[committed..], proposal),
-                    None => ids[committed..].iter_mut().for_each(|id| *id = 0),
-                }
-                let positions = &mut arrays.positions[token..end];
-                write_range(
-                    row.start,
-                    &sequence.pages,
-                    config.block_size,
-                    positions,
-                    &mut arrays.slot_mapping[token..end],
-                );
-                let stable = stable_pages(&sequence.pages, sequence.num_committed(), config.block_size);
-                table.write(
-                    &mut arrays.block_tables[i * width..][..width],
-                    sequence.residency,
-                    &sequence.pages,
-                    stable,
-                );
-                token = end;
-            } else if table.written > 0 {
-                table.write(&mut arrays.block_tables[i * width..][..width], 0, &[], 0);
+            let range = Range {
+                start: row.start,
+                known: &sequence.tokens[row.start..row.start + row.len - row.drafts],
+                proposal: plan.proposals.get(row.proposal_start..row.proposal_start + row.drafts).unwrap_or(&[]),
+                len: row.len,
+                pages: &sequence.pages,
+                block_size: config.block_size,
+            };
+            let (ids, positions, slots) = (&mut *arrays.input_ids, &mut *arrays.positions, &mut *arrays.slot_mapping);
+            seq_lens[i] = target.push(&range, ids, positions, slots);
+            let stable = range.stable_pages(sequence.num_committed());
+            target.write_table(i, &mut tables[i], arrays.block_tables, sequence.residency, range.pages(), stable);
+
+            if decode {
+                num_logits = target.tokens;
+            } else if row.wants_logits {
+                arrays.logits_indices[num_logits] = target.tokens as i32 - 1;
+                num_logits += 1;
             }
 
-            if row.wants_logits {
-                let wanted = if decode { row.len } else { 1 };
-                let indices = arrays.logits_indices[logit..logit + wanted].iter_mut();
-                for (index, at) in indices.zip(token - wanted..) {
-                    *index = at as i32;
-                }
-                logit += wanted;
+            if row.draft_len == 0 {
+                draft_seq_lens[i] = 0;
+                draft.write_table(i, &mut draft_tables[i], arrays.draft_block_tables, 0, &[], 0);
+                continue;
             }
-
-            let table = &mut self.draft_tables[i];
-            if row.draft_len > 0 {
-                let end = draft_token + row.draft_len;
-                let unseen = &sequence.tokens[row.draft_start..row.draft_start + row.draft_len];
-                copy(&mut arrays.draft_input_ids[draft_token..end], unseen);
-                let draft = &sequence.draft;
-                let positions = &mut arrays.draft_positions[draft_token..end];
-                let slots = &mut arrays.draft_slot_mapping[draft_token..end];
-                write_range(row.draft_start, &draft.pages, config.draft_block_size, positions, slots);
-                let stable = stable_pages(&draft.pages, draft.computed, config.draft_block_size);
-                let out = &mut arrays.draft_block_tables[i * draft_width..][..draft_width];
-                table.write(out, draft.residency, &draft.pages, stable);
-                draft_token = end;
-            } else if table.written > 0 {
-                table.write(&mut arrays.draft_block_tables[i * draft_width..][..draft_width], 0, &[], 0);
-            }
-
-            info.max_query_len = info.max_query_len.max(row.len);
-            info.max_seq_len = info.max_seq_len.max(seq_len);
-            info.total_seq_len += seq_len;
-            info.num_draft_tokens += row.drafts;
-            info.max_draft_tokens = info.max_draft_tokens.max(row.drafts);
-            info.draft_max_query_len = info.draft_max_query_len.max(row.draft_len);
-            info.draft_max_seq_len = info.draft_max_seq_len.max(draft_seq_len);
+            let range = Range {
+                start: row.draft_start,
+                known: &sequence.tokens[row.draft_start..row.draft_start + row.draft_len],
+                proposal: &[],
+                len: row.draft_len,
+                pages: &sequence.draft.pages,
+                block_size: config.draft_block_size,
+            };
+            let (ids, positions) = (&mut *arrays.draft_input_ids, &mut *arrays.draft_positions);
+            draft_seq_lens[i] = draft.push(&range, ids, positions, arrays.draft_slot_mapping);
+            let stable = range.stable_pages(sequence.draft.computed);
+            let (table, residency) = (&mut draft_tables[i], sequence.draft.residency);
+            draft.write_table(i, table, arrays.draft_block_tables, residency, range.pages(), stable);
         }
-        info.num_tokens = token;
-        info.num_logits = logit;
-        info.draft_num_tokens = draft_token;
-        if info.num_draft_tokens + info.draft_num_tokens == 0 {
-            info.method = 0;
+        if decode {
+            // Every token of every row.
+            for (index, at) in arrays.logits_indices[..num_logits].iter_mut().zip(0..) {
+                *index = at;
+            }
         }
+        let info = StepInfo {
+            kind: plan.kind as i32,
+            method: if num_drafts + draft.tokens == 0 { 0 } else { plan.method as i32 },
+            num_rows,
+            num_tokens: target.tokens,
+            num_logits,
+            max_query_len: target.max_query_len,
+            max_seq_len: target.max_seq_len,
+            total_seq_len: target.total_seq_len,
+            num_draft_tokens: num_drafts,
+            max_draft_tokens: max_drafts,
+            draft_num_tokens: draft.tokens,
+            draft_max_query_len: draft.max_query_len,
+            draft_max_seq_len: draft.max_seq_len,
+            ..StepInfo::default()
+        };
         self.pad(arrays, &info);
         info
     }
@@ -268,40 +262,107 @@ impl TableRow {
     }
 }
 
-/// As `copy_from_slice`, without its call when a few tokens are all there is.
-#[inline]
-fn copy(to: &mut [i32], from: &[i32]) {
-    if to.len() > 16 {
-        to.copy_from_slice(from);
-    } else {
-        for (to, &from) in to.iter_mut().zip(from) {
-            *to = from;
-        }
+/// One row's tokens of one model in this step.
+struct Range<'a> {
+    /// Position of the first.
+    start: usize,
+    /// Committed tokens, then a proposal, then zeros up to `len`.
+    known: &'a [i32],
+    proposal: &'a [i32],
+    len: usize,
+    pages: &'a [PageId],
+    block_size: usize,
+}
+
+impl<'a> Range<'a> {
+    /// The block table, when it is needed.
+    #[inline]
+    fn pages(&self) -> &'a [PageId] {
+        if self.len == 0 { &[] } else { self.pages }
+    }
+
+    /// Leading pages that cannot change while the table's residency lasts: those that hold some of `known` tokens.
+    #[inline]
+    fn stable_pages(&self, known: usize) -> usize {
+        // Mostly all of them.
+        let all = self.pages.len() * self.block_size < known + self.block_size;
+        if all { self.pages.len() } else { known.div_ceil(self.block_size) }
     }
 }
 
-/// Leading pages of a table that cannot change while its residency lasts: those that hold some of its `known` tokens.
-#[inline]
-fn stable_pages(pages: &[PageId], known: usize, block_size: usize) -> usize {
-    // Mostly all of them.
-    if pages.len() * block_size < known + block_size { pages.len() } else { known.div_ceil(block_size) }
+/// What one model's packed arrays hold so far.
+struct Packed {
+    /// Columns of its block tables.
+    width: usize,
+    tokens: usize,
+    max_query_len: usize,
+    max_seq_len: usize,
+    total_seq_len: usize,
 }
 
-/// Positions `start..` and their slots. Positions and slots fit 32 bits (`Config::validate`), whose division is faster.
-#[inline]
-fn write_range(start: usize, pages: &[PageId], block_size: usize, positions: &mut [i32], slots: &mut [i32]) {
-    let block = block_size as u32;
-    let mut page = start as u32 / block;
-    let mut offset = start as u32 % block;
-    let mut base = pages[page as usize] * block;
-    for (position, (at, slot)) in (start as u32..).zip(positions.iter_mut().zip(slots)) {
-        if offset == block {
-            offset = 0;
-            page += 1;
-            base = pages[page as usize] * block;
+impl Packed {
+    fn new(width: usize) -> Self {
+        Self { width, tokens: 0, max_query_len: 0, max_seq_len: 0, total_seq_len: 0 }
+    }
+
+    /// Writes the next row's ids, positions and slots; returns its context length. Positions and slots fit 32 bits
+    /// (`Config::validate`), whose division is faster.
+    #[inline(always)]
+    #[allow(clippy::inline_always)] // two callers, each in the loop over rows; a call costs as much as the work
+    fn push(&mut self, range: &Range<'_>, ids: &mut [i32], positions: &mut [i32], slots: &mut [i32]) -> i32 {
+        let len = range.len;
+        if len == 0 {
+            return 0;
         }
-        *at = position.cast_signed();
-        *slot = (base + offset).cast_signed();
-        offset += 1;
+        let ids = &mut ids[self.tokens..][..len];
+        let positions = &mut positions[self.tokens..][..len];
+        let slots = &mut slots[self.tokens..][..len];
+        let block = range.block_size as u32;
+        let mut page = (range.start as u32 / block) as usize;
+        let mut offset = range.start as u32 % block;
+        let mut base = range.pages[page] * block;
+        for i in 0..len {
+            if offset == block {
+                offset = 0;
+                page += 1;
+                base = range.pages[page] * block;
+            }
+            ids[i] = 0;
+            positions[i] = (range.start + i) as i32;
+            slots[i] = (base + offset).cast_signed();
+            offset += 1;
+        }
+        if let [token] = range.known {
+            ids[0] = *token;
+        } else {
+            ids[..range.known.len()].copy_from_slice(range.known);
+        }
+        if !range.proposal.is_empty() {
+            ids[range.known.len()..].copy_from_slice(range.proposal);
+        }
+        self.tokens += len;
+        let seq_len = range.start + len;
+        self.max_query_len = self.max_query_len.max(len);
+        self.max_seq_len = self.max_seq_len.max(seq_len);
+        self.total_seq_len += seq_len;
+        seq_len as i32
+    }
+
+    /// Writes row `i` of a block table array.
+    #[inline(always)]
+    #[allow(clippy::inline_always)] // as `push`
+    fn write_table(
+        &self,
+        i: usize,
+        row: &mut TableRow,
+        all: &mut [i32],
+        residency: u64,
+        pages: &[PageId],
+        stable: usize,
+    ) {
+        let unchanged = row.residency == residency && row.stable == pages.len() && row.written == pages.len();
+        if !unchanged {
+            row.write(&mut all[i * self.width..][..self.width], residency, pages, stable);
+        }
     }
 }

@@ -7,6 +7,7 @@ mod apply;
 mod draft;
 mod integrity;
 mod preempt;
+mod probe;
 mod requests;
 mod reserve;
 
@@ -20,7 +21,7 @@ use crate::error::{Result, ensure};
 use crate::layout::{Capacity, Layout, StepArrays};
 use crate::prefix::{BuildKeyHasher, PageHash};
 use crate::queue::WaitingQueue;
-use crate::sequence::{FinishReason, Handle, RowError, SequenceStatus, Slab};
+use crate::sequence::{FinishReason, Handle, RowError, Slab};
 use crate::speculation::{AcceptanceLine, Method, ShardTable, Speculation};
 use crate::step::{StepInfo, StepKind, StepPlan, StepResult};
 use crate::stop::TokenBytes;
@@ -34,6 +35,8 @@ pub struct Scheduler {
     queue: WaitingQueue,
     /// Rows that hold a slot, in the order they got it. Steps keep this order.
     running: Vec<Handle>,
+    /// Running rows that are in prefill.
+    num_prefilling: usize,
     finished: Vec<Handle>,
     shards: ShardTable,
     shadow_k: usize,
@@ -66,6 +69,7 @@ impl Scheduler {
             rows: Slab::default(),
             queue: WaitingQueue::new(config.block_size),
             running: Vec::new(),
+            num_prefilling: 0,
             finished: Vec::new(),
             shards: ShardTable::default(),
             shadow_k: 0,
@@ -280,11 +284,6 @@ impl Scheduler {
 
     fn youngest(&self) -> Option<Handle> {
         self.running.iter().copied().max_by_key(|&handle| self.rows[handle].seniority)
-    }
-
-    /// Whether no row is in prefill any more.
-    fn all_decoding(&self) -> bool {
-        self.running.iter().all(|&handle| self.rows[handle].status == SequenceStatus::Decoding)
     }
 }
 

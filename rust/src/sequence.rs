@@ -7,7 +7,7 @@ use crate::block_pool::PageId;
 use crate::ngram::NgramIndex;
 use crate::prefix::{PageHash, ROOT, chain};
 use crate::shadow::Shadow;
-use crate::stop::StopConditions;
+use crate::stop::{StopConditions, StopMatch, TokenBytes};
 
 /// A row's number: stable until it is taken, reused afterwards.
 pub type Handle = u32;
@@ -205,10 +205,66 @@ impl Sequence {
         self.tokens.get(self.num_prompt..).unwrap_or(&[])
     }
 
+    /// Appends output tokens up to the one that ends the row; returns how many, and whether the row ends.
+    #[inline]
+    pub fn commit(
+        &mut self,
+        tokens: &[i32],
+        max_model_len: usize,
+        eos: &[i32],
+        bytes: Option<&TokenBytes>,
+    ) -> (usize, Option<FinishReason>) {
+        let num_output = self.tokens.len() - self.num_prompt;
+        let room = (self.max_tokens - num_output).min(max_model_len - self.tokens.len());
+        let tokens = &tokens[..tokens.len().min(room)];
+        if self.stop.has_strings() {
+            return self.commit_text(tokens, room, eos, bytes);
+        }
+        let first = self.stop.min_tokens.saturating_sub(num_output + 1);
+        self.tokens.reserve(tokens.len());
+        for (i, &token) in tokens.iter().enumerate() {
+            self.tokens.push(token);
+            if self.stop.is_stop_token(token, eos) && i >= first {
+                self.stop_token = Some(token);
+                return (i + 1, Some(FinishReason::Stop));
+            }
+        }
+        (tokens.len(), (tokens.len() == room).then_some(FinishReason::Length))
+    }
+
+    /// As [`Self::commit`], of a row with stop strings and room for `room` tokens.
+    fn commit_text(
+        &mut self,
+        tokens: &[i32],
+        room: usize,
+        eos: &[i32],
+        bytes: Option<&TokenBytes>,
+    ) -> (usize, Option<FinishReason>) {
+        let num_output = self.num_output();
+        let stop = self.stop.scan(tokens, num_output, eos, bytes);
+        let count = stop.map_or(tokens.len(), |(count, _)| count);
+        self.tokens.extend_from_slice(&tokens[..count]);
+        let Some((_, stop)) = stop else {
+            return (count, (count == room).then_some(FinishReason::Length));
+        };
+        match stop {
+            StopMatch::Token(token) => self.stop_token = Some(token),
+            StopMatch::Text(cut) => self.text_cut = Some(cut),
+        }
+        (count, Some(FinishReason::Stop))
+    }
+
     /// Whether it holds a row slot.
     #[must_use]
     pub fn is_running(&self) -> bool {
         matches!(self.status, SequenceStatus::Prefilling | SequenceStatus::Decoding)
+    }
+
+    /// Whether it may hold more pages than its tokens need.
+    #[inline]
+    #[must_use]
+    pub fn has_surplus(&self, block_size: usize) -> bool {
+        self.pages.len() * block_size >= self.tokens.len() + block_size || !self.draft.pages.is_empty()
     }
 
     /// Committed tokens the draft model has not seen.

@@ -24,6 +24,8 @@ pub enum Method {
 }
 
 const NUM_METHODS: usize = 5;
+const METHODS: [Method; NUM_METHODS] =
+    [Method::None, Method::Ngram, Method::Draft, Method::External, Method::NgramShadow];
 
 /// A shard's choice; `k` is 0 exactly when the method is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -81,11 +83,21 @@ pub struct AcceptanceLine {
     pub committed: i64,
 }
 
+/// Rounds of one shard and method.
+#[derive(Clone, Debug, Default)]
+struct Tally {
+    rounds: i64,
+    proposed: i64,
+    committed: i64,
+    /// Rounds by drafts accepted, and by whether the next one was rejected (or never offered).
+    outcomes: Vec<[i64; 2]>,
+}
+
 #[derive(Clone, Debug)]
 struct Shard {
     id: i32,
     speculation: Speculation,
-    counts: [Option<Box<AcceptanceLine>>; NUM_METHODS],
+    tallies: [Option<Box<Tally>>; NUM_METHODS],
 }
 
 /// All shards seen.
@@ -103,7 +115,7 @@ impl ShardTable {
         let next = self.shards.len() as u32;
         let index = *self.by_id.entry(id).or_insert(next);
         if index == next {
-            self.shards.push(Shard { id, speculation: self.default, counts: Default::default() });
+            self.shards.push(Shard { id, speculation: self.default, tallies: Default::default() });
         }
         index
     }
@@ -133,31 +145,25 @@ impl ShardTable {
         }
     }
 
-    /// Books a row-step. `round.proposed` drafts stood for verification, of which `round.accepted` were committed.
+    /// Books a row-step. `round.proposed` drafts (at most `positions`) stood for verification, of which
+    /// `round.accepted` were committed.
+    #[inline]
     pub fn record(&mut self, shard: u32, method: Method, round: Round, positions: usize) {
-        let entry = &mut self.shards[shard as usize];
-        if entry.counts.iter().all(Option::is_none) {
-            self.touched.push(shard);
+        let tallies = &mut self.shards[shard as usize].tallies;
+        if tallies[method as usize].is_none() {
+            if tallies.iter().all(Option::is_none) {
+                self.touched.push(shard);
+            }
+            let outcomes = vec![[0; 2]; positions + 1];
+            tallies[method as usize] = Some(Box::new(Tally { outcomes, ..Tally::default() }));
         }
-        let line = entry.counts[method as usize].get_or_insert_with(|| {
-            Box::new(AcceptanceLine {
-                shard: entry.id,
-                method,
-                offered: vec![0; positions],
-                accepted: vec![0; positions],
-                ..AcceptanceLine::default()
-            })
-        });
-        line.rounds += 1;
-        line.proposed += i64::from(round.proposed > 0);
-        line.committed += round.committed as i64;
-        // A row that ended inside the accepted run was not offered the next position.
-        let rejected = round.committed > round.accepted && round.accepted < round.proposed;
-        for count in &mut line.offered[..round.accepted + usize::from(rejected)] {
-            *count += 1;
-        }
-        for count in &mut line.accepted[..round.accepted] {
-            *count += 1;
+        if let Some(tally) = &mut tallies[method as usize] {
+            tally.rounds += 1;
+            tally.proposed += i64::from(round.proposed > 0);
+            tally.committed += round.committed as i64;
+            // A row that ended inside the accepted run was not offered the next position.
+            let rejected = round.committed > round.accepted && round.accepted < round.proposed;
+            tally.outcomes[round.accepted][usize::from(rejected)] += 1;
         }
     }
 
@@ -170,8 +176,23 @@ impl ShardTable {
     pub fn take(&mut self) -> Vec<AcceptanceLine> {
         let mut lines = Vec::new();
         for shard in self.touched.drain(..) {
-            lines.extend(self.shards[shard as usize].counts.iter_mut().filter_map(Option::take).map(|line| *line));
+            let shard = &mut self.shards[shard as usize];
+            for (method, tally) in METHODS.into_iter().zip(&mut shard.tallies) {
+                lines.extend(tally.take().map(|tally| tally.line(shard.id, method)));
+            }
         }
         lines
+    }
+}
+
+impl Tally {
+    /// Counts by position: a round that accepted a drafts was offered a positions, and one more when it rejected one.
+    fn line(&self, shard: i32, method: Method) -> AcceptanceLine {
+        let positions = self.outcomes.len() - 1;
+        let from = |first: usize| self.outcomes[first..].iter().map(|[ended, rejected]| ended + rejected).sum::<i64>();
+        let accepted: Vec<i64> = (0..positions).map(|j| from(j + 1)).collect();
+        let offered = accepted.iter().zip(&self.outcomes).map(|(accepted, outcome)| accepted + outcome[1]).collect();
+        let Self { rounds, proposed, committed, .. } = *self;
+        AcceptanceLine { shard, method, rounds, proposed, offered, accepted, committed }
     }
 }

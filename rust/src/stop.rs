@@ -49,6 +49,17 @@ pub enum StopMatch {
     Text(usize),
 }
 
+/// As `contains`, which is made for long slices.
+#[inline]
+fn is_any(token: i32, ids: &[i32]) -> bool {
+    for &id in ids {
+        if id == token {
+            return true;
+        }
+    }
+    false
+}
+
 /// One row's stop conditions and the output bytes they have seen.
 #[derive(Clone, Debug, Default)]
 pub struct StopConditions {
@@ -80,11 +91,6 @@ impl StopConditions {
         bytes: Option<&TokenBytes>,
     ) -> Option<(usize, StopMatch)> {
         let first = self.min_tokens.saturating_sub(num_output + 1);
-        if self.strings.is_empty() {
-            let tokens = tokens.iter().enumerate().skip(first);
-            let mut stops = tokens.filter(|&(_, &token)| self.is_stop_token(token, eos));
-            return stops.next().map(|(i, &token)| (i + 1, StopMatch::Token(token)));
-        }
         for (i, &token) in tokens.iter().enumerate() {
             let before = self.text.len();
             self.text.extend_from_slice(bytes.map_or(&[], |bytes| bytes.get(token)));
@@ -103,9 +109,17 @@ impl StopConditions {
         None
     }
 
+    /// Whether there are stop strings, so that tokens must go through [`Self::scan`].
+    #[must_use]
+    pub fn has_strings(&self) -> bool {
+        !self.strings.is_empty()
+    }
+
+    /// Whether a token ends the row by itself, once there are `min_tokens`.
     #[inline]
-    fn is_stop_token(&self, token: i32, eos: &[i32]) -> bool {
-        (!self.ignore_eos && eos.contains(&token)) || self.tokens.contains(&token)
+    #[must_use]
+    pub fn is_stop_token(&self, token: i32, eos: &[i32]) -> bool {
+        (!self.ignore_eos && is_any(token, eos)) || is_any(token, &self.tokens)
     }
 
     /// Start of the first occurrence of `stop` that ends past the first `before` bytes.

@@ -13,7 +13,9 @@ from specbatch.engine.simulated import CoreRows
 H100 = SimDevice()
 
 
-def go(work: Workload, rows_at_once: int, policy: FixedPolicy | Controller, steps: list[SimStep] | None = None) -> SimResult:
+def go(
+    work: Workload, rows_at_once: int, policy: FixedPolicy | Controller, steps: list[SimStep] | None = None
+) -> SimResult:
     rows = CoreRows(work, pages=50_000, max_num_seqs=rows_at_once, draft_block_size=533)
     return simulate(
         rows, policy, H100, work.tokens, on_step=None if steps is None else lambda _, step, __: steps.append(step)

@@ -25,7 +25,7 @@ impl Scheduler {
     pub(super) fn plan_prefill(&mut self, capacity: &Capacity) {
         let mut budget = self.config.max_num_batched_tokens.min(capacity.tokens);
         self.pending.clear();
-        if !self.all_decoding() {
+        if self.num_prefilling > 0 {
             for i in 0..self.running.len() {
                 let handle = self.running[i];
                 if self.rows[handle].status == SequenceStatus::Prefilling {
@@ -137,6 +137,7 @@ impl Scheduler {
         self.last_residency += 1;
         sequence.residency = self.last_residency;
         sequence.status = SequenceStatus::Prefilling;
+        self.num_prefilling += 1;
         sequence.num_computed = cached * block_size;
         sequence.num_published = cached;
         self.running.push(handle);

@@ -2,13 +2,12 @@
 //! ends the row, and everything the row reports is cut at the same place.
 
 use super::Scheduler;
-use crate::error::{Result, ensure};
+use crate::error::{Error, Result, ensure};
 use crate::ngram::NgramIndex;
 use crate::sequence::{FinishReason, Handle, RowError, SequenceStatus};
 use crate::shadow::Round;
 use crate::speculation::Method;
 use crate::step::{RowPlan, StepKind, StepResult};
-use crate::stop::StopMatch;
 
 impl Scheduler {
     /// Whether a row of the outstanding step still is what it was when the step was planned.
@@ -36,10 +35,9 @@ impl Scheduler {
         })?;
         if !self.outstanding {
             let known = step_id == 0 || step_id == self.last_step_id;
-            ensure(known && num_rows == 0, || {
+            return ensure(known && num_rows == 0, || {
                 format!("{}; num_sampled: expected shape [0], got [{num_rows}]", self.not_outstanding(step_id))
-            })?;
-            return Ok(());
+            });
         }
         ensure(step_id == self.last_step_id, || self.not_outstanding(step_id))?;
         let expected = if self.plan.kind == StepKind::DraftPrefill { 0 } else { self.plan.rows.len() };
@@ -47,36 +45,15 @@ impl Scheduler {
         ensure(num_rows == expected || nothing_sampled, || {
             format!("num_sampled: expected shape [{expected}] (rows of step {step_id}), got [{num_rows}]")
         })?;
-        for i in 0..num_rows {
-            if self.is_current(&self.plan.rows[i]) {
-                self.check_row(i, result)?;
+        // Mostly no id is negative, not even in the padding, and one look at all of them is quicker than one a row.
+        let any_negative = result.token_ids.iter().fold(0, |all, &token| all | token) < 0;
+        for (i, row) in self.plan.rows[..num_rows].iter().enumerate() {
+            let fits = fits(row, i, result) && !(any_negative && tokens_of(i, result).iter().any(|&token| token < 0));
+            if !fits && self.is_current(row) {
+                return Err(Error::Argument(misfit(row, i, result)));
             }
         }
         Ok(())
-    }
-
-    fn check_row(&self, i: usize, result: &StepResult<'_>) -> Result<()> {
-        let row = &self.plan.rows[i];
-        let (sampled, draft) = (result.num_sampled[i], result.num_draft[i]);
-        let reserved = row.drafts as i32;
-        ensure((0..=reserved).contains(&draft), || {
-            format!("num_draft[{i}]: expected 0..={reserved} (drafts reserved for the row), got {draft}")
-        })?;
-        let (low, high) = if row.wants_logits { (1, draft + 1) } else { (0, 0) };
-        ensure((low..=high).contains(&sampled), || {
-            let what = if row.wants_logits { "accepted drafts + 1" } else { "no logits asked for" };
-            format!("num_sampled[{i}]: expected {low}..={high} ({what}), got {sampled}")
-        })?;
-        let sampled = sampled as usize;
-        ensure(sampled <= result.width, || {
-            format!("token_ids: expected at least {sampled} columns (num_sampled[{i}]), got {}", result.width)
-        })?;
-        let tokens = &result.token_ids[i * result.width..][..sampled];
-        let bad = tokens.iter().position(|&token| token < 0);
-        ensure(bad.is_none(), || {
-            let column = bad.unwrap_or(0);
-            format!("token_ids[{i}, {column}]: expected an id of at least 0, got {}", tokens[column])
-        })
     }
 
     /// Applies a checked result.
@@ -87,26 +64,21 @@ impl Scheduler {
         self.outstanding = false;
         let rows = std::mem::take(&mut self.plan.rows);
         let finished_before = self.finished.len();
+        let kind = self.plan.kind;
         for (i, row) in rows.iter().enumerate() {
             if !self.is_current(row) {
                 continue;
             }
-            match self.plan.kind {
-                StepKind::DraftPrefill => {
-                    let draft = &mut self.rows[row.handle].draft;
-                    if !draft.pages.is_empty() {
-                        draft.computed = row.draft_start + row.draft_len;
-                    }
+            if kind == StepKind::Decode {
+                self.apply_decode(row, tokens_of(i, result), result.num_draft[i] as usize);
+            } else if kind == StepKind::DraftPrefill {
+                let draft = &mut self.rows[row.handle].draft;
+                if !draft.pages.is_empty() {
+                    draft.computed = row.draft_start + row.draft_len;
                 }
-                _ if result.num_sampled.is_empty() => self.apply_prefill(row, &[]),
-                kind => {
-                    let tokens = &result.token_ids[i * result.width..][..result.num_sampled[i] as usize];
-                    if kind == StepKind::Decode {
-                        self.apply_decode(row, tokens, result.num_draft[i] as usize);
-                    } else {
-                        self.apply_prefill(row, tokens);
-                    }
-                }
+            } else {
+                let given = i < result.num_sampled.len();
+                self.apply_prefill(row, if given { tokens_of(i, result) } else { &[] });
             }
         }
         self.plan.rows = rows;
@@ -121,14 +93,15 @@ impl Scheduler {
         sequence.num_computed = row.start + row.len;
         if row.wants_logits {
             sequence.status = SequenceStatus::Decoding;
+            self.num_prefilling -= 1;
         }
         self.publish(row.handle);
         let (_, finish) = self.commit(row, tokens);
         self.settle(row.handle, finish);
     }
 
+    #[inline]
     fn apply_decode(&mut self, row: &RowPlan, tokens: &[i32], num_draft: usize) {
-        let before = row.start + 1;
         let (committed, finish) = self.commit(row, tokens);
         let accepted = committed.min(tokens.len() - 1);
         let sequence = &mut self.rows[row.handle];
@@ -137,10 +110,11 @@ impl Scheduler {
         sequence.counters.drafted += num_draft as u32;
         sequence.counters.accepted += accepted as u32;
         // KV is right for the token before the drafts and for accepted drafts; what follows is overwritten.
-        sequence.num_computed = before + accepted;
+        let known = row.start + 1 + accepted;
+        sequence.num_computed = known;
         if row.draft_len > 0 && num_draft > 0 && !sequence.draft.pages.is_empty() {
             // The draft model never reads its own last draft.
-            sequence.draft.computed = before + accepted.min(num_draft - 1);
+            sequence.draft.computed = known.min(row.start + num_draft);
         }
         if row.asked {
             let round = Round { proposed: num_draft, accepted, committed };
@@ -150,55 +124,45 @@ impl Scheduler {
     }
 
     /// Appends tokens up to the one that ends the row; returns how many, and whether the row ends.
+    #[inline(always)]
+    #[allow(clippy::inline_always)] // in the loop over rows, where a call costs half as much as the work
     fn commit(&mut self, row: &RowPlan, tokens: &[i32]) -> (usize, Option<FinishReason>) {
         let sequence = &mut self.rows[row.handle];
-        let num_output = sequence.num_output();
-        let room = (sequence.max_tokens - num_output).min(self.config.max_model_len - sequence.num_committed());
-        let tokens = &tokens[..tokens.len().min(room)];
-        let stop = sequence.stop.scan(tokens, num_output, &self.config.eos_token_ids, self.token_bytes.as_ref());
-        let count = stop.map_or(tokens.len(), |(count, _)| count);
-        let counted_anyway = row.asked && self.plan.method == Method::Ngram;
-        if self.shadow_k > 0 && !counted_anyway {
-            self.observe(row.handle, &tokens[..count]);
-        } else {
-            sequence.shadow = None;
-            sequence.tokens.extend_from_slice(&tokens[..count]);
+        let before = sequence.num_committed();
+        let eos = &self.config.eos_token_ids;
+        let committed = sequence.commit(tokens, self.config.max_model_len, eos, self.token_bytes.as_ref());
+        if self.shadow_k > 0 || sequence.shadow.is_some() {
+            self.observe(row, before);
         }
-        let sequence = &mut self.rows[row.handle];
-        let finish = match stop {
-            Some((_, StopMatch::Token(token))) => {
-                sequence.stop_token = Some(token);
-                Some(FinishReason::Stop)
-            }
-            Some((_, StopMatch::Text(cut))) => {
-                sequence.text_cut = Some(cut);
-                Some(FinishReason::Stop)
-            }
-            None if count == room => Some(FinishReason::Length),
-            None => None,
-        };
-        (count, finish)
+        committed
     }
 
-    /// Appends tokens, each seen by the shadow scorer first.
-    fn observe(&mut self, handle: Handle, tokens: &[i32]) {
-        let sequence = &mut self.rows[handle];
+    /// Shows the shadow scorer what a row committed after its first `before` tokens. Rows whose n-gram proposals are
+    /// verified anyway are not scored.
+    fn observe(&mut self, row: &RowPlan, before: usize) {
+        let sequence = &mut self.rows[row.handle];
+        if self.shadow_k == 0 || (row.asked && self.plan.method == Method::Ngram) {
+            sequence.shadow = None;
+            return;
+        }
         let (shortest, longest) = (self.config.ngram_min, self.config.ngram_max);
         let index = sequence.ngram.get_or_insert_with(|| Box::new(NgramIndex::new(shortest, longest)));
         let shadow = sequence.shadow.get_or_insert_default();
-        for &token in tokens {
-            if let Some(round) = shadow.observe(index, &sequence.tokens, token, self.shadow_k) {
+        for at in before..sequence.tokens.len() {
+            let (known, next) = (&sequence.tokens[..at], sequence.tokens[at]);
+            if let Some(round) = shadow.observe(index, known, next, self.shadow_k) {
                 self.shards.record_shadow(sequence.shard, round, self.config.max_speculative_tokens);
             }
-            sequence.tokens.push(token);
         }
     }
 
     /// Ends the row, or gives back what its rejected drafts had reserved.
+    #[inline]
     fn settle(&mut self, handle: Handle, finish: Option<FinishReason>) {
         match finish {
             Some(reason) => self.finish(handle, reason, RowError::None),
-            None => self.trim(handle),
+            None if self.rows[handle].has_surplus(self.config.block_size) => self.trim(handle),
+            None => {}
         }
     }
 
@@ -216,5 +180,44 @@ impl Scheduler {
             let name = sequence.page_hashes(full, self.config.block_size)[page];
             self.pool.publish(sequence.pages[page], name);
         }
+    }
+}
+
+/// Tokens found for row `i`.
+#[inline]
+fn tokens_of<'a>(i: usize, result: &StepResult<'a>) -> &'a [i32] {
+    &result.token_ids[i * result.width..][..result.num_sampled[i] as usize]
+}
+
+/// How many tokens may have been found for a row, given how many drafts were verified.
+#[inline]
+fn bounds(row: &RowPlan, draft: i32) -> (i32, i32) {
+    if row.wants_logits { (1, draft.saturating_add(1)) } else { (0, 0) }
+}
+
+/// Whether the numbers of row `i`'s part of a result are what its plan allows.
+#[inline]
+fn fits(row: &RowPlan, i: usize, result: &StepResult<'_>) -> bool {
+    let (sampled, draft) = (result.num_sampled[i], result.num_draft[i]);
+    let (low, high) = bounds(row, draft);
+    (0..=row.drafts as i32).contains(&draft) && (low..=high).contains(&sampled) && sampled as usize <= result.width
+}
+
+/// Why row `i` does not fit.
+#[cold]
+fn misfit(row: &RowPlan, i: usize, result: &StepResult<'_>) -> String {
+    let (sampled, draft, reserved) = (result.num_sampled[i], result.num_draft[i], row.drafts);
+    let (low, high) = bounds(row, draft);
+    if !(0..=reserved as i32).contains(&draft) {
+        format!("num_draft[{i}]: expected 0..={reserved} (drafts reserved for the row), got {draft}")
+    } else if !(low..=high).contains(&sampled) {
+        let what = if row.wants_logits { "accepted drafts + 1" } else { "no logits asked for" };
+        format!("num_sampled[{i}]: expected {low}..={high} ({what}), got {sampled}")
+    } else if sampled as usize > result.width {
+        format!("token_ids: expected at least {sampled} columns (num_sampled[{i}]), got {}", result.width)
+    } else {
+        let tokens = tokens_of(i, result);
+        let column = tokens.iter().position(|&token| token < 0).unwrap_or(0);
+        format!("token_ids[{i}, {column}]: expected an id of at least 0, got {}", tokens[column])
     }
 }

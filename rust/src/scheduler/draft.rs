@@ -35,6 +35,7 @@ impl Scheduler {
     }
 
     /// Drafts a decoding row may have in a step of `method`: k, less what its limits leave no room for.
+    #[inline]
     pub(super) fn draft_limit(&self, sequence: &Sequence, method: Method) -> usize {
         let speculation = self.shards.get(sequence.shard);
         if speculation.method != method || !sequence.may_draft {
@@ -103,16 +104,8 @@ impl Scheduler {
         k
     }
 
-    /// Takes the draft pages of a row that has outgrown the draft model's context.
-    pub(super) fn release_useless_draft(&mut self, handle: Handle) {
-        let sequence = &self.rows[handle];
-        if sequence.num_committed() > self.config.draft_max_model_len && !sequence.draft.pages.is_empty() {
-            self.release_draft(handle);
-        }
-    }
-
     /// Lengthens a row's draft table to hold `tokens` tokens and leaves `spare` pages in the pool. False: no room.
-    fn extend_draft(&mut self, handle: Handle, tokens: usize, spare: usize) -> bool {
+    pub(super) fn extend_draft(&mut self, handle: Handle, tokens: usize, spare: usize) -> bool {
         let pages = self.config.draft_pages(tokens);
         let draft = &mut self.rows[handle].draft;
         let missing = pages.saturating_sub(draft.pages.len());

@@ -45,6 +45,12 @@ impl Scheduler {
             self.check_row_integrity(sequence)
                 .map_err(|what| Error::Integrity(format!("row {handle} ({:?}): {what}", sequence.status)))?;
         }
+        let is_prefilling = |handle: &&Handle| self.rows[**handle].status == SequenceStatus::Prefilling;
+        let prefilling = self.running.iter().filter(is_prefilling).count();
+        if prefilling != self.num_prefilling {
+            let counted = self.num_prefilling;
+            return Err(Error::Integrity(format!("{prefilling} rows are in prefill; {counted} are counted")));
+        }
         if self.running.len() > self.max_num_seqs {
             let (running, most) = (self.running.len(), self.max_num_seqs);
             return Err(Error::Integrity(format!("{running} rows run; expected at most {most}")));

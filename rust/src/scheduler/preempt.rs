@@ -33,6 +33,7 @@ impl Scheduler {
     pub(super) fn release_all(&mut self, handle: Handle) {
         self.release_draft(handle);
         let sequence = &mut self.rows[handle];
+        self.num_prefilling -= usize::from(sequence.status == SequenceStatus::Prefilling);
         self.pool.truncate(&mut sequence.pages, 0);
         sequence.num_computed = 0;
         sequence.num_published = 0;

@@ -16,17 +16,21 @@ impl Scheduler {
         let mut order = std::mem::take(&mut self.order);
         order.clone_from(&self.running);
         for &handle in &order {
-            // Making room for a row before it may have preempted this one.
-            if self.rows[handle].is_running() {
-                self.release_useless_draft(handle);
+            let sequence = &self.rows[handle];
+            let committed = sequence.num_committed();
+            let has_slot = sequence.pages.len() * self.config.block_size >= committed;
+            if committed > self.config.draft_max_model_len && !sequence.draft.pages.is_empty() {
+                self.release_draft(handle);
+            }
+            if !has_slot {
                 self.reserve_last_token(handle);
             }
         }
         self.order = order;
-        self.limit_drafts(method, capacity);
+        let most = self.most_drafts(method, capacity);
         self.plan.method = method;
         for i in 0..self.running.len() {
-            let row = self.plan_row(self.running[i], method, self.wanted_drafts[i]);
+            let row = self.plan_row(self.running[i], method, most);
             self.plan.rows.push(row);
         }
     }
@@ -34,11 +38,9 @@ impl Scheduler {
     /// Gives the row a slot for its last committed token: from the pool, from the draft table that gains least, from
     /// the youngest row (maybe itself). The only row that still does not fit ends with an error.
     fn reserve_last_token(&mut self, handle: Handle) {
-        loop {
+        // Making room for a row before it may have preempted this one.
+        while self.rows[handle].is_running() {
             let sequence = &mut self.rows[handle];
-            if sequence.pages.len() * self.config.block_size >= sequence.num_committed() {
-                return;
-            }
             let pages = self.config.target_pages(sequence.num_committed());
             if self.pool.extend(&mut sequence.pages, pages, Tenant::Target).is_some() {
                 return;
@@ -49,37 +51,34 @@ impl Scheduler {
             if self.running.len() == 1 {
                 self.finish(handle, FinishReason::Error, RowError::TooFewPages);
                 self.running.clear();
-                return;
-            }
-            let Some(youngest) = self.youngest() else { return };
-            self.preempt_row(youngest);
-            if youngest == handle {
-                return;
+            } else if let Some(youngest) = self.youngest() {
+                self.preempt_row(youngest);
             }
         }
     }
 
-    /// Sets `wanted_drafts`: what each row may draft, cut from the top so that the step's arrays can hold all.
-    fn limit_drafts(&mut self, method: Method, capacity: &Capacity) {
+    /// Largest k for which the step's arrays can hold the drafts of all rows.
+    fn most_drafts(&mut self, method: Method, capacity: &Capacity) -> usize {
+        let mut most = self.config.max_speculative_tokens;
+        let room = capacity.tokens.min(capacity.logits) - self.running.len();
+        if method == Method::None || self.running.len() * most <= room {
+            return most;
+        }
         let mut wanted = std::mem::take(&mut self.wanted_drafts);
         wanted.clear();
-        wanted.extend(self.running.iter().map(|&handle| match method {
-            Method::None => 0,
-            _ => self.draft_limit(&self.rows[handle], method),
-        }));
-        let room = capacity.tokens.min(capacity.logits) - self.running.len();
-        let mut most = wanted.iter().copied().max().unwrap_or(0);
+        wanted.extend(self.running.iter().map(|&handle| self.draft_limit(&self.rows[handle], method)));
         while wanted.iter().map(|&k| k.min(most)).sum::<usize>() > room {
             most -= 1;
         }
-        for k in &mut wanted {
-            *k = (*k).min(most);
-        }
         self.wanted_drafts = wanted;
+        most
     }
 
-    /// Plans one row with up to `k` drafts.
-    fn plan_row(&mut self, handle: Handle, method: Method, k: usize) -> RowPlan {
+    /// Plans one row with up to `most` drafts.
+    #[inline]
+    fn plan_row(&mut self, handle: Handle, method: Method, most: usize) -> RowPlan {
+        let sequence = &self.rows[handle];
+        let k = if method == Method::None { 0 } else { self.draft_limit(sequence, method).min(most) };
         let proposal_start = self.plan.proposals.len();
         let mut drafts = match method {
             _ if k == 0 => 0,
@@ -91,9 +90,7 @@ impl Scheduler {
         if drafts > 0 {
             drafts = drafts.min(self.reserve_target(handle, drafts));
             asked = drafts > 0;
-            if method == Method::Ngram {
-                self.plan.proposals.truncate(proposal_start + drafts);
-            }
+            self.plan.proposals.truncate(proposal_start + drafts);
         }
         let sequence = &mut self.rows[handle];
         sequence.in_flight = drafts;
