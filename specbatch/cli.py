@@ -37,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(error)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+    except Exception as error:
+        from specbatch.run_command import unexpected
+
+        return complain(unexpected(error))
     finally:
         silence_broken_streams()
 

@@ -89,19 +89,26 @@ def resolve(command_line: Mapping[str, object], inputs: Iterable[str], environ: 
 
 def _read_file(path: Path, settings: Settings) -> None:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise InputMissing(f"{settings.label('config')}: no such file: {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as TOML: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{settings.label('config')}: cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
     if (inputs := content.pop("input", None)) is not None:
         items = [inputs] if isinstance(inputs, str) else inputs
         if not (isinstance(items, list) and items and all(isinstance(item, str) for item in items)):
             raise UsageError(f"input in {path.name} must be a path or a list of paths, got {inputs!r}")
         settings.inputs = settings.inputs or tuple(items)
+    seen: dict[str, str] = {}
     for key, raw in content.items():
         name = key.replace("_", "-")
         label = f"{key} in {path.name}"
+        if seen.setdefault(name, key) != key:
+            raise UsageError(f"{label} is there a second time, as {seen[name]}")
+        if name not in BY_NAME and isinstance(raw, dict):
+            raise UsageError(f"[{label}]: options are not in sections", hint="write them above the first [section]")
         if name not in BY_NAME:
             raise UsageError(f"{label} is not an option{_did_you_mean(name, BY_NAME)}")
         if name in ("config", "print-config"):

@@ -171,8 +171,10 @@ class LiveEvents(JobEvents):
 
     is_live = True
 
-    def __init__(self, stream: SafeStream) -> None:
+    def __init__(self, stream: SafeStream, *, stalled: Callable[[str], object] | None = None) -> None:
+        """`stalled`: what to do with the message of a stall, when it is not only to be said."""
         self.console = make_console(stream)
+        self._stalled = stalled
         self._display = RunDisplay()
         self._live = Live(
             self._display,
@@ -236,6 +238,10 @@ class LiveEvents(JobEvents):
 
     def stopping(self, reason: str, seconds: float) -> None:
         self.say("stopping", wording.stopping_line(reason, seconds), style="yellow")
+
+    def stalled(self, message: str) -> None:
+        self.close()
+        (self._stalled or super().stalled)(message)
 
 
 def print_summary(stream: SafeStream, result: JobResult) -> None:

@@ -12,7 +12,7 @@ from specbatch.errors import ExitCode
 from specbatch.job.estimate import Estimate, estimate
 from specbatch.streams import SafeStream
 from specbatch.target import describe_target, make_target
-from specbatch.units import format_bytes, format_count, format_duration, format_percent
+from specbatch.units import format_bytes, format_count, format_duration, format_percent, format_rate
 
 if TYPE_CHECKING:
     from specbatch.settings import RunOptions
@@ -63,7 +63,7 @@ def report_lines(found: Estimate, model: str) -> list[str]:
         when = "not known: no earlier start to go by; --limit 200 makes one"
     else:
         left = found.seconds_at_most * (1 - found.rows_done / max(found.rows, 1))
-        when = f"at most {format_duration(left)} at the {found.tokens_per_second:.0f} tokens/s of an earlier start"
+        when = f"at most {format_duration(left)} at the {format_rate(found.tokens_per_second)} tokens/s of an earlier start"
     share = found.tokenize_seconds / found.seconds_at_most if found.seconds_at_most else None
     beside = f" ({format_percent(share)} of it)" if share is not None and share < 1 else ""
     lines.append(f"time      {when}; tokenizing {format_duration(found.tokenize_seconds)} on one thread{beside}")

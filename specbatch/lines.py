@@ -57,11 +57,14 @@ class LineEvents(JobEvents):
         *,
         interval: float = 60.0,
         show_progress: bool = True,
+        stalled: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`stalled`: what to do with the message of a stall, when it is not only to be said."""
         self._log = log
         self._interval = interval
         self._show_progress = show_progress
+        self._stalled = stalled
         self._clock = clock
         self._meter = Meter()
         self._next: float | None = None
@@ -120,3 +123,6 @@ class LineEvents(JobEvents):
 
     def stopping(self, reason: str, seconds: float) -> None:
         self._log.say("stopping", wording.stopping_line(reason, seconds), reason=reason, seconds=seconds)
+
+    def stalled(self, message: str) -> None:
+        (self._stalled or super().stalled)(message)

@@ -18,7 +18,7 @@ from typing import Any
 
 from specbatch import __version__, config, wording
 from specbatch.config import Settings
-from specbatch.errors import DiskFull, ExitCode, OutOfMemory, ResourceError, SpecbatchError, UsageError
+from specbatch.errors import DiskFull, ExitCode, OutOfMemory, ResourceError, SpecbatchError, Stalled, UsageError
 from specbatch.streams import SafeStream, is_smart, printable
 
 _BAD_PATH = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR)
@@ -55,7 +55,7 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
         SafeStream(sys.stderr).line("interrupted before anything was computed [exit 130]")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        return ending.failed(_unexpected(error))
+        return ending.failed(unexpected(error))
 
 
 def _run_job(settings: Settings, options: Any, ending: Ending) -> int:
@@ -65,7 +65,7 @@ def _run_job(settings: Settings, options: Any, ending: Ending) -> int:
     if options.job.restart and not options.view.yes:
         _confirm_restart(options.job.output)
     target, make_engine = make_target(options.engine)
-    with _events(options.view) as events:
+    with _events(options.view, ending) as events:
         if (line := wording.settings_line(settings)) is not None:
             events.say("settings", line, settings=config.as_dict(settings))
         for note in settings.notes:
@@ -79,9 +79,13 @@ def _run_job(settings: Settings, options: Any, ending: Ending) -> int:
 
 
 @contextlib.contextmanager
-def _events(view: Any) -> Iterator[Any]:
+def _events(view: Any, ending: Ending) -> Iterator[Any]:
     """The observer of the job that fits stderr and the options; whatever it drew is put away afterwards."""
     from specbatch.lines import LineEvents, Log
+
+    def stalled(message: str) -> None:
+        """The process ends when this returns: these are its last words."""
+        ending.failed(Stalled(message, hint="the stacks above say where; run it again to continue"))
 
     stderr = SafeStream(sys.stderr)
     as_json = view.log_format == "json" or view.progress == "json"
@@ -89,11 +93,11 @@ def _events(view: Any) -> Iterator[Any]:
     if wants_bar and is_smart(stderr, os.environ):
         from specbatch.console import LiveEvents
 
-        with LiveEvents(stderr) as live:
+        with LiveEvents(stderr, stalled=stalled) as live:
             yield live
         return
     log = Log(stderr, "json" if as_json else "text")
-    yield LineEvents(log, interval=view.log_interval, show_progress=view.progress != "none")
+    yield LineEvents(log, interval=view.log_interval, show_progress=view.progress != "none", stalled=stalled)
 
 
 def _print_config(settings: Settings, *, as_json: bool) -> int:
@@ -127,7 +131,7 @@ def _confirm_restart(output: Path) -> None:
         raise UsageError("nothing was done", hint="leave --restart out to continue where the run stopped")
 
 
-def _unexpected(error: Exception) -> SpecbatchError:
+def unexpected(error: Exception) -> SpecbatchError:
     """A resource that ran out, else a defect: said in one line, its traceback only when SPECBATCH_DEBUG is set."""
     if os.environ.get("SPECBATCH_DEBUG"):
         traceback.print_exception(error)
@@ -179,7 +183,7 @@ class Ending:
             self._log("error", error.message, content)
         else:
             stderr = SafeStream(sys.stderr)
-            stderr.line(f"error: {printable(error.message)}")
+            stderr.line(printable(summary.error_line(error)))
             if error.hint:
                 stderr.line(f"hint: {printable(error.hint)}")
         return self._deliver(content, None, int(error.exit_code))

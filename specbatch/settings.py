@@ -18,6 +18,7 @@ from specbatch.errors import UsageError
 from specbatch.job.options import JobOptions
 from specbatch.options import BY_FIELD, BY_NAME
 from specbatch.sampling_params import SamplingParams
+from specbatch.values import as_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ def build(settings: Settings) -> RunOptions:
     """The options of a run. Raises UsageError (exit 2) for the first that cannot be right."""
     if not settings.inputs:
         raise UsageError("no input given", hint="specbatch run prompts.parquet")
+    for item in settings.inputs:
+        _require_path(item)
     _settle_idle(settings)
     parts: dict[str, dict[str, Any]] = {"job": {}, "sampling": {}, "engine": {}, "view": {}}
     for setting in settings.given.values():
@@ -77,6 +80,14 @@ def build(settings: Settings) -> RunOptions:
     return RunOptions(job, engine, view)
 
 
+def _require_path(item: str) -> None:
+    """An empty name would be the current directory: what a script with an unset variable does not mean."""
+    try:
+        as_path(item)
+    except ValueError:
+        raise UsageError(f"an input must be a path, got {item!r}") from None
+
+
 def default_output(inputs: tuple[str, ...]) -> Path:
     """Beside the only input, named after it: prompts.parquet -> prompts.out. Raises UsageError for several inputs."""
     if len(inputs) > 1 or any(c in inputs[0] for c in "*?["):
@@ -93,8 +104,10 @@ def _content(setting: Setting) -> str:
     """The text of a file that an option names."""
     try:
         return Path(str(setting.value)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{setting.label}: cannot read {setting.value}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{setting.label}: cannot read {setting.value}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{setting.label}: {setting.value} is not UTF-8: {error}") from None
 
 
 _Pair = tuple[tuple[str, ...], str, Callable[[Settings], bool], str]
@@ -156,6 +169,7 @@ def _in_words_of_user(settings: Settings, part: str, message: str) -> str:
                 labels[spec.field.partition(".")[2]] = settings.label(spec.name)
         if part == "engine":
             labels |= dict.fromkeys(("kv_memory_bytes", "kv_memory_fraction"), settings.label("kv-memory"))
+            labels["seed"] = settings.label("seed")
     quoted = re.split(r"(, got .*$)", message, maxsplit=1, flags=re.DOTALL)
     names = "|".join(re.escape(name) for name in sorted(labels, key=len, reverse=True))
 

@@ -41,7 +41,14 @@ def _text(spec: OptionSpec, raw: object) -> str:
 
 
 def _path(spec: OptionSpec, raw: object) -> Path:
-    return Path(_text(spec, raw))
+    return as_path(_text(spec, raw))
+
+
+def as_path(text: str) -> Path:
+    """Raises ValueError for what can be no path."""
+    if text.strip() == "" or "\0" in text:
+        raise ValueError("a path")
+    return Path(text)
 
 
 def _int(spec: OptionSpec, raw: object) -> int:
@@ -117,7 +124,7 @@ def _list(spec: OptionSpec, raw: object) -> tuple[str, ...]:
 
 
 def _paths(spec: OptionSpec, raw: object) -> tuple[Path, ...]:
-    return tuple(Path(item) for item in _list(spec, raw))
+    return tuple(as_path(item) for item in _list(spec, raw))
 
 
 def _columns(spec: OptionSpec, raw: object) -> tuple[str, ...] | None:

@@ -47,10 +47,11 @@ def settings_line(settings: Settings) -> str | None:
 def plan_lines(plan: JobPlan) -> list[str]:
     """What is about to happen: input, prompts, output, and where it goes on."""
     size = f" ({format_bytes(plan.input_bytes)})" if plan.input_bytes else ""
+    columns = f"{_names(plan.kept_columns)} + {_names(plan.added_columns)}"
     lines = [
         f"input: {plural(plan.rows, 'row')} in {plural(plan.inputs, 'file')}{size}, {plural(plan.shards, 'shard')}; "
         f"prompts from {plan.prompt_source}",
-        f"output: {plan.output}, {_names(plan.kept_columns)} + {_names(plan.added_columns)}",
+        f"output: {plan.output}, {columns if plan.added_columns else 'JSON lines in the OpenAI batch shape'}",
     ]
     if plan.resumed:
         lines.append(
@@ -133,4 +134,5 @@ def mode_summary(reading: Reading) -> str:
 def stopping_line(reason: str, seconds: float) -> str:
     """Said once, when no new rows are admitted any more."""
     again = " (a second signal ends it now)" if reason.startswith("SIG") else ""
-    return f"{reason}: no new rows; running rows have up to {format_duration(seconds)}{again}"
+    running = f"running rows have up to {format_duration(seconds)}" if seconds > 0 else "running rows are dropped"
+    return f"{reason}: no new rows; {running}{again}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ def test_typer_knows_exactly_the_options_of_the_table() -> None:
         (["run", "a", "--model", "/no/such/model"], 2, "no such model folder: /no/such/model", "nothing is downloaded"),
         (["inspect"], 2, "missing argument 'OUT'", "specbatch inspect --help"),
         (["inspect", "nowhere"], 10, "nowhere: no such directory", ""),
+        (["inspect", os.devnull], 10, "/dev/null: no such directory", ""),
+        (["run", "", "-o", "x"], 2, "an input must be a path, got ''", ""),
     ],
 )
 def test_what_is_wrong_is_said_with_its_exit_code(
@@ -179,6 +182,10 @@ def test_a_defect_is_one_line_and_its_traceback_only_on_request(
     monkeypatch.setenv("SPECBATCH_DEBUG", "1")
     assert main(arguments) == 1
     assert "Traceback" in capsys.readouterr().err
+    monkeypatch.delenv("SPECBATCH_DEBUG")
+    monkeypatch.setattr(specbatch.inspect_command, "report", broken)
+    assert main(["inspect", "x"]) == 1  # the other commands too
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_what_runs_out_is_a_resource_not_a_defect(
@@ -202,12 +209,14 @@ def test_what_runs_out_is_a_resource_not_a_defect(
         (["-o", "prompts.parquet/sub"], 2, "prompts.parquet/sub"),
         (["-o", "x" * 300], 2, "File name too long"),
         (["-o", "prompts.parquet"], 2, "is a file"),
+        (["-o", "link"], 2, "output link is a link to nowhere, which is not there"),
         (["--metrics-file", "no/such/x.prom"], 2, "--metrics-file no/such/x.prom: its directory is not there"),
     ],
 )
 def test_places_that_cannot_be_written_to_are_no_defects(
     prompts: str, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("link").symlink_to("nowhere")
     assert main(["run", prompts, "--model", "stand-in", *arguments]) == code
     error = capsys.readouterr().err
     assert message in error

@@ -67,13 +67,34 @@ def test_config_file_may_name_the_inputs_and_the_variable_the_file(tmp_path: Pat
         ("progress = 'blue'", "progress in night.toml must be one of auto, bar, line, json, none, got 'blue'"),
         ("config = 'x'", "config in night.toml: a file cannot set this"),
         ("input = 3", "input in night.toml must be a path or a list of paths, got 3"),
-        ("max-tokens = ", "cannot be read as TOML"),
+        ("max-tokens = ", "night.toml is not TOML: Invalid value"),
+        ("[run]\nmax-tokens = 3", "[run in night.toml]: options are not in sections"),
+        ("top-k = 3\ntop_k = 4", "top_k in night.toml is there a second time, as top-k"),
+        ('output = "a\\u0000b"', "output in night.toml must be a path, got 'a\\x00b'"),
+        ('reuse = ["a", ""]', "reuse in night.toml must be a path, got ['a', '']"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         resolve({"config": write(tmp_path, text)}, ["a.parquet"], {})
     assert message in error.value.message
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    file = write(tmp_path, "\ufeffmax-tokens = 3\n")
+    assert resolve({"config": file}, ["a.parquet"], {}).value("max-tokens") == 3
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--config: cannot read .*: Is a directory"):
+        resolve({"config": str(tmp_path)}, ["a.parquet"], {})
+
+
+def test_an_empty_input_is_not_the_current_directory() -> None:
+    """specbatch run "$FILES" with FILES unset."""
+    for item in ("", " ", "a\0b"):
+        with pytest.raises(UsageError, match="an input must be a path"):
+            build(resolve({"output": "o"}, [item], {}))
 
 
 def test_a_missing_file_is_missing_input() -> None:
@@ -196,6 +217,7 @@ def test_variables_take_every_option() -> None:
     [
         ({"max-tokens": "0"}, "--max-tokens must be an integer, at least 1, got 0"),
         ({"max-tokens": "-1"}, "--max-tokens must be an integer, at least 1, got -1"),
+        ({"seed": "-1"}, "--seed must be between 0 and 2**63 - 1, got -1"),
         ({"n": "0"}, "--n must be between 1 and 1024, got 0"),
         ({"device": "tpu"}, "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({"num-speculative-tokens": "99"}, "--num-speculative-tokens must be 0 to 16, got 99"),

@@ -14,6 +14,7 @@ from specbatch.job import spool as spools
 from specbatch.job.answers import answer_schema, from_outcomes
 from specbatch.job.prompts import Outcomes
 from specbatch.job.spool import Spool
+from tests.jobs import run, write
 
 SCHEMA = answer_schema(False, False)
 
@@ -152,3 +153,13 @@ def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         spool.flush()
     assert texts(spool, [4, 0, 3, 1, 2]) == ["m4", "m0", "m3", "m1", "m2"]
     assert len(spool._cache) == 1
+
+
+def test_a_spool_that_outlived_its_part_goes_with_the_next_start(tmp_path: Path) -> None:
+    """The last start died between the manifest's last entry and the removal: nothing is left to do but this."""
+    table = write(tmp_path / "in.parquet", {"prompt": ["a", "b"]})
+    run(table, tmp_path / "out")
+    left = tmp_path / "out" / "_specbatch" / "spool" / "part-00000.spool"
+    left.write_bytes(b"answers that are in the part")
+    assert run(table, tmp_path / "out").rows_this_start == 0
+    assert not left.exists()

@@ -15,7 +15,7 @@ from specbatch.errors import InputMissing, OutputMismatch, SchemaError, UsageErr
 from specbatch.job.inputs import FileState, InputSpec, digests, expand_inputs
 from specbatch.job.reader import InputSet
 from specbatch.job.shards import Shard, plan_shards
-from tests.jobs import write
+from tests.jobs import run, write
 
 
 def open_inputs(*patterns: str | Path, output: Path = Path("/nowhere")) -> InputSet:
@@ -44,6 +44,19 @@ class TestExpansion:
         write(tmp_path / "a.parquet", {"prompt": ["a"]})
         write(tmp_path / "out" / "part-00000.parquet", {"prompt": ["b"]})
         assert [spec.path.name for spec in expand_inputs([str(tmp_path)], tmp_path / "out")] == ["a.parquet"]
+
+    def test_outputs_of_earlier_runs_are_read_only_when_given(self, tmp_path: Path) -> None:
+        write(tmp_path / "a.parquet", {"prompt": ["a"]})
+        run(tmp_path / "a.parquet", tmp_path / "monday")
+        assert [spec.path.name for spec in expand_inputs([str(tmp_path)], tmp_path / "tuesday")] == ["a.parquet"]
+        given = expand_inputs([str(tmp_path / "monday")], tmp_path / "tuesday")
+        assert [spec.path.name for spec in given] == ["part-00000.parquet"]
+
+    def test_a_directory_that_contains_itself(self, tmp_path: Path) -> None:
+        write(tmp_path / "in" / "a.parquet", {"prompt": ["a"]})
+        (tmp_path / "in" / "again").symlink_to(".")
+        with pytest.raises(UsageError, match="twice"):
+            expand_inputs([str(tmp_path / "in")], tmp_path / "out")
 
     @pytest.mark.parametrize("pattern", ["missing.parquet", "*.parquet", "empty"])
     def test_nothing_there(self, tmp_path: Path, pattern: str) -> None:

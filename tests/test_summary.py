@@ -192,6 +192,9 @@ def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
         report(tmp_path / "nowhere")
     with pytest.raises(InputMissing, match="no run has written here"):
         report(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputMissing, match="no such directory"):
+        report(tmp_path / "file")
 
 
 def test_a_log_of_another_shape_is_counted_not_trusted(tmp_path: Path) -> None:

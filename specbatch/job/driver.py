@@ -6,6 +6,7 @@ a row error. Knows nothing of reading, tokenising or parts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from specbatch.requests import BatchEngine, FinishedRows, RequestBatch
 
 MIN_WINDOW = 1024  # rows the engine holds at least, so that it has something to choose from
 MAX_LONE_FAILURES = 16  # rows in a row that fail alone: the engine is broken, not the rows
+MAX_TOLD = 16  # warnings of one kind; the rows themselves say the rest
 MAX_REDUCTIONS = 64  # of the batch, without a row finished in between
 
 
@@ -41,6 +43,7 @@ class EngineDriver:
     def __init__(self, engine: BatchEngine, warn: Callable[[str, str], None]) -> None:
         self.engine = engine
         self._warn = warn
+        self._told: Counter[str] = Counter()
         self._flights: list[Flight] = []
         self._in_flights = 0  # requests in _flights, finished ones included
         self._retries: list[list[Flight]] = []  # groups to run alone; the last one is next
@@ -51,8 +54,8 @@ class EngineDriver:
         self._draining = False
         self._lone_failures = 0
         self._reductions = 0
-        self.computed = 0  # samples finished
-        self.prompt_tokens = 0  # of those
+        self.computed = 0  # rows: one whose samples share an answer counts once, as any other
+        self.prompt_tokens = 0  # of the samples finished
         self.completion_tokens = 0
         self._reduce = getattr(engine, "reduce_batch", None)
 
@@ -158,7 +161,7 @@ class EngineDriver:
             mode = modes.get(live.shard.index, "ar").split(" ")[0]
             live.record(from_finished(live.spool.schema, part, slots, mode))
             live.ended = self._clock()
-        self.computed += len(finished)
+        self.computed += int(np.count_nonzero(finished.request_id & (1 << SAMPLE_BITS) - 1 == 0))
         self.prompt_tokens += int(finished.prompt_tokens.sum(dtype=np.int64))
         self.completion_tokens += int(finished.completion_tokens.sum(dtype=np.int64))
 
@@ -174,7 +177,7 @@ class EngineDriver:
             raise ResourceError(f"out of memory again and again: {error.message}") from error
         rows = self._reduce()
         what = f"going on with up to {rows} rows at once" if rows else "the row that ran alone ends with an error"
-        self._warn("out_of_memory", f"{error.message}; {what}")
+        self._tell("out_of_memory", f"{error.message}; {what}")
 
     def _isolate(self, extra: list[Flight], error: Exception, *, halve: bool) -> None:
         """Take back all rows in flight and queue them for runs of their own."""
@@ -193,16 +196,23 @@ class EngineDriver:
             code = "out_of_memory" if isinstance(error, OutOfMemory) else "engine_error"
             live, batch, slots = rows[0].live, rows[0].batch, rows[0].slots
             live.record(failed_slot(live.spool.schema, int(slots[0]), code, text, len(batch.prompt_values)))
-            self._warn(code, f"one row ends with an error: {text}")
+            self._tell(code, f"one row ends with an error: {text}")
             return
         if isinstance(error, OutOfMemory):
             self._largest = min(count, self._largest or count)
         if first_time and not halve:
-            self._warn("engine_error", f"the engine raised with {count} rows, which run again: {text}")
+            self._tell("engine_error", f"the engine raised with {count} rows, which run again: {text}")
             self._retries.append(rows)
         else:
-            self._warn("engine_error", f"the engine raised with {count} rows, which run again in halves: {text}")
+            self._tell("engine_error", f"the engine raised with {count} rows, which run again in halves: {text}")
             self._retries.extend(reversed(_halves(rows, count)))
+
+    def _tell(self, code: str, message: str) -> None:
+        """Warn, but do not fill a log with the same."""
+        self._told[code] += 1
+        if self._told[code] <= MAX_TOLD:
+            last = "; there may be more of the kind, not shown" if self._told[code] == MAX_TOLD else ""
+            self._warn(code, message + last)
 
     def _count_failure(self, error: Exception) -> None:
         self._lone_failures += 1

@@ -37,7 +37,8 @@ class InputSpec:
 def expand_inputs(patterns: Sequence[str], output: Path) -> list[InputSpec]:
     """Files of all patterns, each pattern's in sorted order; nothing below `output`.
 
-    In directories, names that begin with "_" or "." are left out, as everyone who reads Parquet directories does.
+    In directories, names that begin with "_" or "." are left out, as everyone who reads Parquet directories does, and
+    so are the outputs of earlier runs, unless they are given themselves.
     Raises InputMissing for a pattern without a file, UsageError for a file given twice or one that is no file.
     """
     found: list[InputSpec] = []
@@ -84,6 +85,11 @@ def _partitions(path: Path, base: Path) -> dict[str, str | None]:
     return {unquote(key): None if value == _HIVE_NULL else unquote(value) for key, value in pairs}
 
 
+def _is_output(directory: Path, output: Path) -> bool:
+    """This run's output or an earlier one's: never meant when a directory above it is given."""
+    return directory.resolve() == output or (directory / "_specbatch" / "manifest.json").exists()
+
+
 def _walk(root: Path, output: Path, base: Path) -> Iterator[InputSpec]:
     def refuse(error: OSError) -> None:
         raise error
@@ -91,7 +97,7 @@ def _walk(root: Path, output: Path, base: Path) -> Iterator[InputSpec]:
     files: list[Path] = []
     for directory, names, leaves in os.walk(root, followlinks=True, onerror=refuse):
         here = Path(directory)
-        names[:] = [n for n in names if n[0] not in "._" and (here / n).resolve() != output]
+        names[:] = [n for n in names if n[0] not in "._" and not _is_output(here / n, output)]
         files.extend(
             here / leaf
             for leaf in leaves

@@ -125,7 +125,7 @@ class JobPlan:
     rows_done: int
     prompt_source: str  # "column prompt", "messages column chat", "template 'Summarise: {body}'" ...
     kept_columns: tuple[str, ...]
-    added_columns: tuple[str, ...]
+    added_columns: tuple[str, ...]  # (): the output has no columns, it is JSON lines
     resumed: bool
     warnings: tuple[str, ...] = ()
 

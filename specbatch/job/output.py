@@ -31,6 +31,8 @@ def create(output: Path) -> None:
     """Make the directory. Raises UsageError for a file of that name, OutputMismatch for a directory of others."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"output {output} is a file", hint="give a directory")
+    if output.is_symlink() and not output.exists():
+        raise UsageError(f"output {output} is a link to {os.readlink(output)}, which is not there")
     with writing(output):
         if output.exists() and not (output / DIRECTORY).exists():
             found = sorted(path.name for path in output.iterdir() if path.name != "lost+found")

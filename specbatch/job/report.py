@@ -87,9 +87,9 @@ class RunReport:
 
 def report(output: Path) -> RunReport:
     """The report of an output directory. Raises InputMissing without a manifest, OutputMismatch for a broken one."""
-    manifest = Manifest.load(output)
+    manifest = Manifest.load(output) if output.is_dir() else None
     if manifest is None:
-        what = "no such directory" if not output.exists() else "no run has written here (no _specbatch/manifest.json)"
+        what = "no run has written here (no _specbatch/manifest.json)" if output.is_dir() else "no such directory"
         raise InputMissing(f"{output}: {what}")
     evidence = read_evidence(output)
     parts = [part for part in manifest.parts if part is not None]

@@ -93,10 +93,10 @@ class _Job:
         if earlier is not None and earlier.outputs and not manifest.resolved:
             manifest.resolved = dict(earlier.resolved)
         self._report_plan(manifest, resumed, len(pending))
+        outputs.drop_spools(self.output, {shard.part_stem for shard in pending})
         if not pending:
             return self._finish(manifest, None, dict(manifest.starts[-1]) if manifest.starts else {})
         outputs.unmark_success(self.output)
-        outputs.drop_spools(self.output, {shard.part_stem for shard in pending})
         start: dict[str, Any] = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": socket.gethostname(),
@@ -187,8 +187,8 @@ class _Job:
                 shards_done=len(manifest.shards) - pending,
                 rows_done=sum(part.rows for part in done),
                 prompt_source=plan.source.description,
-                kept_columns=plan.output.kept,
-                added_columns=plan.output.added,
+                kept_columns=plan.output.kept if plan.options.format == "parquet" else (),
+                added_columns=plan.output.added if plan.options.format == "parquet" else (),
                 resumed=resumed,
             )
         )
@@ -246,7 +246,7 @@ class _Job:
             shards=len(manifest.shards),
             shards_done=len(parts),
             rows_this_start=loop.progress.rows_this_start if loop is not None else 0,
-            rows_computed=driver.computed // self.options.n if driver else 0,
+            rows_computed=driver.computed if driver else 0,
             prompt_tokens=driver.prompt_tokens if driver else 0,
             completion_tokens=tokens,
             generation_seconds=seconds,

@@ -95,7 +95,7 @@ class Interrupts:
 class Watchdog:
     """Speaks up when nothing changes for `timeout` seconds while it is armed (0: never).
 
-    `stalled(message)` is called on the watchdog's thread; then every thread's stack goes to stderr; then, with `end`,
+    Every thread's stack goes to stderr; then `stalled(message)` is called on the watchdog's thread; then, with `end`,
     the process ends with exit 1. Should a call hold the interpreter, the faulthandler's own timer does that a little
     later, without `stalled`. Without `end` (the process is not the job's own, such as a notebook) it only tells.
     """
@@ -140,9 +140,9 @@ class Watchdog:
             waited = time.monotonic() - self._since
             if self._armed and waited >= self._timeout:
                 with contextlib.suppress(Exception):
-                    self._stalled(f"no progress for {waited:.0f} s (--stall-timeout): {self._state()}")
-                with contextlib.suppress(Exception):
                     faulthandler.dump_traceback(all_threads=True)
+                with contextlib.suppress(Exception):  # last, so that it is what the end of a log shows
+                    self._stalled(f"no progress for {waited:.0f} s (--stall-timeout): {self._state()}")
                 if self._end:
                     os._exit(1)
                 self._since = time.monotonic()  # say it again after as long

@@ -28,7 +28,8 @@ def final_line(result: JobResult) -> str:
         most = sorted(result.row_errors_by_code.items(), key=lambda item: -item[1])
         named = ", ".join(f"{format_count(count)} {code}" for code, count in most[:3])
         more = ", ..." if len(most) > 3 else ""
-        parts.append(f"{format_count(result.row_errors)} row errors ({named}{more})")
+        errors = "row error" if result.row_errors == 1 else "row errors"
+        parts.append(f"{format_count(result.row_errors)} {errors} ({named}{more})")
     for count, word in ((result.skipped, "skipped"), (result.reused, "reused"), (result.deduplicated, "deduplicated")):
         if count:
             parts.append(f"{format_count(count)} {word}")
@@ -40,7 +41,9 @@ def final_line(result: JobResult) -> str:
     if result.preemptions:
         parts.append(f"{format_count(result.preemptions)} preemptions")
     parts.append(format_duration(result.wall_seconds))
-    if result.exit_code not in COMPLETE:
+    if result.exit_code == ExitCode.ERROR_BUDGET:
+        parts.append("the column error says why; go on with a higher budget or --retry-failed")
+    elif result.exit_code not in COMPLETE:
         parts.append("run it again to continue")
     return ", ".join(parts) + f" [exit {result.exit_code}]"
 
