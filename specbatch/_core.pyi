@@ -236,6 +236,11 @@ class Scheduler:
         """Change how many rows may run; surplus rows are preempted, youngest first."""
     def preempt(self, handle: int) -> bool:
         """Put a running row back to the front of the queue (recompute). False when it is not running."""
+    def lend_draft(self, rows: int, buffers: StepBuffers) -> StepInfo:
+        """Between two steps: lend draft pages to up to `rows` rows that decode without a draft model and fill the draft_*
+        arrays with all but the last of their committed tokens, as a STEP_DRAFT_PREFILL would (num_rows 0: no row could
+        be taken, nothing was lent). The draft model may then be run over what they produced; drop_draft of each row
+        (seq_index) gives the pages back and must come before the next step. ValueError without draft tenant."""
     def drop_draft(self, handle: int | None = None) -> int:
         """Give back draft pages of one row or of all; returns how many pages."""
     def abort(self, handle: int) -> bool:

@@ -69,7 +69,7 @@ def make_policy(
         if drafting and layout.draft
         else 0.0,
         block_size=layout.block_size,
-        can_probe_draft=False,
+        can_probe_draft=drafting,
     )
     return Controller(choice, step_costs(options, parts, say), log=log)
 

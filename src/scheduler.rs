@@ -201,6 +201,15 @@ impl Scheduler {
         self.with(py, |core| Ok(core.preempt(as_handle(handle))))
     }
 
+    /// Lend draft pages to up to `rows` autoregressive rows and fill the draft arrays with what they have committed.
+    fn lend_draft(&self, py: Python<'_>, rows: i64, buffers: &Bound<'_, StepBuffers>) -> PyResult<StepInfo> {
+        let rows = size("rows", rows)?;
+        let info = buffers
+            .get()
+            .with_arrays(py, |arrays, layout| self.lock()?.lend_draft(rows, arrays, layout).map_err(to_py))?;
+        Ok(info.into())
+    }
+
     /// Give back draft pages of one row or of all; returns how many pages.
     #[pyo3(signature = (handle=None))]
     fn drop_draft(&self, py: Python<'_>, handle: Option<i64>) -> PyResult<usize> {

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from specbatch.control.choice import Limits, ShardState, expected_improvement, name
+from specbatch.control.choice import Limits, ShardState, name
 from specbatch.control.correction import Arm
 from specbatch.control.cost_model import StepCost
 from specbatch.control.fixed import FixedPolicy
 from specbatch.control.learning import Learner
+from specbatch.control.probing import Prober
 from specbatch.control.records import (
     METHOD_DRAFT,
-    METHOD_DRAFT_SHADOW,
     METHOD_EXTERNAL,
     METHOD_NGRAM,
     AcceptanceSample,
@@ -40,7 +40,6 @@ from specbatch.control.records import (
 )
 from specbatch.control.scoring import (
     AR,
-    CATCH_UP_CHUNK,
     Score,
     Scorer,
     Situation,
@@ -125,16 +124,9 @@ class Controller:
         self.log = log
         self.known = Learner(cost, prior)
         self.states: dict[int, ShardState] = {}
-        self.probe_spent = 0.0  # seconds that trying modes out is expected to have cost
-        self.shadow_spent = 0.0  # seconds of teacher-forced draft passes
+        self.prober = Prober(options.limits, options.ks, options.methods, self.known)
         self._prior = prior
         self._default: Arm = AR if options.allow_ar else (options.methods[0], options.ks[0])
-        self._shadow_k = 0
-        self._shadow_since = 0
-        self._probe_k = self._probe_rows = 0
-        self._unanswered = 0  # teacher-forced probes asked for and not answered
-        self._wanted_rows = 0
-        self._probe_after: dict[int, int] = {}  # shard -> step before which no teacher-forced probe is asked for
         self._interval = 4
         self._next = self._soonest = 0
         self._low = self._high = -1.0
@@ -164,18 +156,17 @@ class Controller:
             self.log(self.start_event())
         self._evaluations += 1
         modes = {shard: state.arm for shard, state in self.states.items()}
-        self.known.learn(observation, self._shadow_k, self._probe_k, self._probe_rows, modes)
+        self.known.learn(observation, self.prober.shadow_k, self.prober.draft_k, modes)
+        self.prober.begin(observation)
         now = situation(
             observation, self.known.gauges, self.known.lengths, self.options.block_size, self.options.max_num_seqs
         )
         order = [line[0] for line in sorted(now.shards, key=lambda line: (-line[1], line[0]))]
         for shard in [s for s in self.states if s not in order]:
             del self.states[shard]
-            self._probe_after.pop(shard, None)
+            self.prober.forget(shard)
             self.known.book.forget(shard)
-        if any(sample.method == METHOD_DRAFT_SHADOW for sample in observation.acceptance):
-            self._unanswered = 0
-        self._settled, self._wanted_rows = True, 0
+        self._settled = True
         shards = tuple(self._decide_shard(shard, observation.step, now) for shard in order)
         decision = self._compose(observation, now, shards)
         self._schedule(observation)
@@ -229,7 +220,8 @@ class Controller:
         else:
             state.strong = state.steady = 0
         if not reason:
-            self._want_teacher_forced(shard, state, step, now, scorer, scores)
+            if self.options.can_probe_draft:
+                self.prober.consider_pass(shard, rows_of(shard, now), state, step, now, scorer, scores)
             reason = self._consider_probe(shard, state, step, now, scorer, scores) or self._words(incumbent, scores)
         return self._answer(shard, state, before, reason, scores)
 
@@ -243,45 +235,19 @@ class Controller:
         return max(fit, key=lambda s: s.rate).arm if fit else AR
 
     def _consider_probe(
-        self, shard: int, state: ShardState, step: int, now: Situation, scorer: Scorer, scores: dict[Arm, Score]
+        self, shard: int, state: ShardState, step: int, now: Situation, scorer: Scorer, scores: Mapping[Arm, Score]
     ) -> str:
-        """Try the mode that is most worth knowing more about, if any is worth what trying costs."""
-        limits, known = self.options.limits, self.known
-        if any(s.home is not None for s in self.states.values()) or not known.step_seconds or not now.running:
+        """Try a mode out, if any is worth it and no other shard is at it. Returns the reason, "" for none."""
+        if any(s.home is not None for s in self.states.values()):
             return ""
-        rows = next((line[1] for line in now.shards if line[0] == shard), 0.0)
-        if rows < 1.0 or step - state.since < 2:
+        trial = self.prober.worth_trying(rows_of(shard, now), state, step, now, scorer, scores)
+        if trial is None:
             return ""
-        incumbent = scores[state.arm]
-        left = self._seconds_left(now, incumbent)
-        horizon = min(left, limits.horizon_steps * incumbent.seconds)
-        budget = limits.probe_share * (known.seconds + left) - self.probe_spent
-        steps = int(min(max(math.ceil(limits.probe_rounds / rows), 2), limits.max_probe_steps))
-        best: Score | None = None
-        best_worth = best_loss = 0.0
-        for score in scores.values():
-            if score.arm == state.arm or not state.may_probe(step, score.arm):
-                continue
-            if score.arm[0] == METHOD_DRAFT and known.coverage < 0.3:  # no page to draft with: nothing would be learned
-                continue
-            gain, sd = scorer.gain(score, incumbent, trying=True)
-            ways = 0.0  # filling the draft's KV, on the way there or on the way back
-            if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
-                ways = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * rows * now.context
-            loss = max(1.0 - math.exp(gain), 0.0) * steps * incumbent.seconds + ways
-            worth = expected_improvement(gain, sd) - max(gain, 0.0)
-            worth = worth * horizon - loss
-            if worth > best_worth and loss <= budget:
-                best, best_worth, best_loss = score, worth, loss
-        if best is None:
-            return ""
-        self.probe_spent += best_loss
+        arm = trial.score.arm
         self._settled = False
-        patience = 4 * steps
-        if best.arm[0] == METHOD_DRAFT:
-            patience += math.ceil(rows * now.context / CATCH_UP_CHUNK)
-        state.probe(step, best.arm, steps, known.arm_steps.get(best.arm, 0), patience)
-        return f"probing {name(best.arm)} for {steps} steps: {self._ratio(best, incumbent)} expected, not sure"
+        state.probe(step, arm, trial.steps, self.known.arm_steps.get(arm, 0), trial.patience)
+        ratio = self._ratio(trial.score, scores[state.base])
+        return f"probing {name(arm)} for {trial.steps} steps: {ratio} expected, not sure"
 
     def _answer(
         self, shard: int, state: ShardState, before: Arm, reason: str, scores: Mapping[Arm, Score]
@@ -308,13 +274,8 @@ class Controller:
         if shards:
             newest = max(self.states, key=lambda s: s)
             self._default = self.states[newest].base
-        probe_rows = self._wanted_rows
-        if probe_rows:
-            self._probe_k = max(k for k in self.options.ks if k <= 4 or k == self.options.ks[0])
-            self._probe_rows = probe_rows
-            self._unanswered += 1
-        self._rotate_shadow(observation.step)
-        key = (self._default, tuple((s.shard, s.method, s.k) for s in shards), self._shadow_k, probe_rows)
+        probe_rows = self.prober.end(observation.step)
+        key = (self._default, tuple((s.shard, s.method, s.k) for s in shards), self.prober.shadow_k, probe_rows)
         changed = key != self._last
         self._last = key
         return Decision(
@@ -322,54 +283,13 @@ class Controller:
             method=self._default[0],
             k=self._default[1],
             shards=shards,
-            shadow_ngram=self._shadow_k,
+            shadow_ngram=self.prober.shadow_k,
             probe_draft_rows=probe_rows,
-            probe_draft_k=self._probe_k if probe_rows else 0,
+            probe_draft_k=self.prober.draft_k if probe_rows else 0,
             max_rows=0,
             changed=changed,
             reason=shards[0].reason if shards else "nothing to run yet",
         )
-
-    def _want_teacher_forced(
-        self, shard: int, state: ShardState, step: int, now: Situation, scorer: Scorer, scores: dict[Arm, Score]
-    ) -> None:
-        """Ask for the draft to be run over produced tokens, when that may change the mode and costs next to nothing."""
-        options, known = self.options, self.known
-        drafts = [s for s in scores.values() if s.arm[0] == METHOD_DRAFT]
-        rows = min(32.0, next((line[1] for line in now.shards if line[0] == shard), 0.0))
-        produced = now.context - now.prompt
-        if not drafts or not options.can_probe_draft or self._unanswered >= 3 or state.arm[0] == METHOD_DRAFT:
-            return
-        if rows < 1 or produced < 6 or not known.step_seconds or step < self._probe_after.get(shard, 0):
-            return
-        price = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * now.context
-        left = self._seconds_left(now, scores[state.arm])
-        budget = options.limits.shadow_share * (known.seconds + left) - self.shadow_spent
-        rows = min(rows, budget // price) if price > 0 else rows
-        if rows < 1:
-            return
-        horizon = min(left, options.limits.horizon_steps * scores[state.arm].seconds)
-        worth = 0.0
-        for score in drafts:
-            gain, sd = scorer.gain(score, scores[state.arm])
-            worth = max(worth, expected_improvement(gain, sd) - max(gain, 0.0))
-        if worth * horizon > price * rows:
-            self._probe_after[shard] = step + 24
-            self.shadow_spent += price * rows
-            self._wanted_rows = max(self._wanted_rows, int(rows))
-
-    def _seconds_left(self, now: Situation, score: Score) -> float:
-        """What the known rows still take at the rate of a score."""
-        return (now.running * now.remaining + now.waiting * now.output) / score.rate
-
-    def _rotate_shadow(self, step: int) -> None:
-        """Score n-gram on what is committed anyway, one k after another: each k has its own rounds."""
-        if METHOD_NGRAM not in self.options.methods:
-            return
-        if self._shadow_k == 0 or step - self._shadow_since >= 16:
-            ks = self.options.ks
-            at = ks.index(self._shadow_k) + 1 if self._shadow_k in ks else min(1, len(ks) - 1)
-            self._shadow_k, self._shadow_since = ks[at % len(ks)], step
 
     def _schedule(self, observation: Observation) -> None:
         """When to look again: soon while young or near a change, else ever less often; at once if the batch shrinks."""
@@ -398,7 +318,7 @@ class Controller:
             draft_prefill=draft_prefill_seconds(self.known.cost) * self.known.draft_prefill_factor,
             mix=self.known.mix,
             coverage=self.known.coverage,
-            reference_k=self._probe_k or 4,
+            reference_k=self.prober.draft_k or 4,
             now=now,
             in_force={shard: state.arm for shard, state in self.states.items()},
         )
@@ -416,3 +336,8 @@ class Controller:
         rival = rival or max(others, key=lambda s: s.rate)
         accept = f", {best.tokens_per_row:.2f} tokens a row and step" if best.arm[1] else ""
         return f"{name(best.arm)}: {best.rate:.0f} tokens/s, {self._ratio(best, rival)} of {name(rival.arm)}{accept}"
+
+
+def rows_of(shard: int, now: Situation) -> float:
+    """Rows of a shard that run."""
+    return next((line[1] for line in now.shards if line[0] == shard), 0.0)

@@ -44,6 +44,7 @@ class Learner:
         self.step_seconds = 0.0  # of a recent decode step
         self.coverage = 1.0  # share of rows in draft mode that had a draft
         self.draft_prefill_factor = 1.0  # real over predicted seconds of catching up
+        self.draft_probe_factor = 1.0  # the same of running the draft over produced tokens, logits and all
         self._last_k: dict[tuple[int, int], int] = {}
         self._tier = -1
 
@@ -52,11 +53,8 @@ class Learner:
         if arm[1]:
             self._last_k[shard, arm[0]] = arm[1]
 
-    def learn(
-        self, observation: Observation, shadow_k: int, probe_k: int, probe_rows: int, modes: dict[int, Arm]
-    ) -> None:
-        """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of;
-        probe_rows: rows the draft was asked to be run over."""
+    def learn(self, observation: Observation, shadow_k: int, probe_k: int, modes: dict[int, Arm]) -> None:
+        """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of."""
         self.gauges.update(observation)
         self.lengths.add(observation.finished_rows, observation.finished_output_tokens)
         self.correction.advance()
@@ -66,7 +64,7 @@ class Learner:
         drafting = {arm[0] for arm in modes.values() if arm[1]}
         if len(drafting) == 1 and observation.row_groups:
             self.mix.setdefault(drafting.pop(), RowMix()).add(observation.row_groups, observation.running)
-        self._learn_acceptance(observation, shadow_k, probe_k, probe_rows)
+        self._learn_acceptance(observation, shadow_k, probe_k)
 
     def _learn_steps(self, stats: StepStats) -> None:
         self.seconds += stats.seconds
@@ -76,7 +74,10 @@ class Learner:
             predicted = draft_prefill_seconds(self.cost) * stats.tokens
             if predicted > 0 and stats.seconds > 0:
                 ratio = min(max(stats.seconds / predicted, 0.1), 10.0)
-                self.draft_prefill_factor *= (ratio / self.draft_prefill_factor) ** 0.3
+                if stats.method == METHOD_DRAFT_SHADOW:
+                    self.draft_probe_factor *= (ratio / self.draft_probe_factor) ** 0.5
+                else:
+                    self.draft_prefill_factor *= (ratio / self.draft_prefill_factor) ** 0.3
         if stats.kind != STEP_DECODE or stats.rows <= 0:
             return
         self.decode_steps += stats.steps
@@ -106,11 +107,12 @@ class Learner:
             seen, weight = 1.0, 1.0 - 0.5 ** (sum(s.steps for s in observation.steps) / 64.0)
         self.coverage += weight * (seen - self.coverage)
 
-    def _learn_acceptance(self, observation: Observation, shadow_k: int, probe_k: int, probe_rows: int) -> None:
+    def _learn_acceptance(self, observation: Observation, shadow_k: int, probe_k: int) -> None:
         refreshed = set()
         running = {s.shard: s.running for s in observation.shards}
         shadow_rounds = sum(s.rounds for s in observation.acceptance if s.method == METHOD_DRAFT_SHADOW)
-        row_rounds = shadow_rounds / max(probe_rows, 1)
+        probed_rows = sum(s.rows for s in observation.steps if s.method == METHOD_DRAFT_SHADOW)
+        row_rounds = shadow_rounds / max(probed_rows, 1)
         for sample in observation.acceptance:
             weight = 1.0
             if sample.method == METHOD_NGRAM_SHADOW:

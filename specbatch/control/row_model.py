@@ -134,7 +134,7 @@ class PlainRows:
         self.counts.clear()
         return samples
 
-    def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int]:
+    def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int, int]:
         samples, tokens = [], 0
         for row in self.running[-rows:]:
             done = int(self.produced[row])
@@ -143,7 +143,7 @@ class PlainRows:
                 shard = int(self.work.shard[row])
                 samples.append(AcceptanceSample(shard, METHOD_DRAFT_SHADOW, rounds, rounds, offered, accepted))
                 tokens += int(self.work.prompt[row]) + done
-        return tuple(samples), tokens
+        return tuple(samples), len(samples), tokens
 
     # -- the scheduler --------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from specbatch.control.cost_model import Affine, AffineCost, StepCost
 from specbatch.control.records import (
+    METHOD_DRAFT_SHADOW,
     METHOD_NONE,
     STEP_DECODE,
     STEP_DRAFT_PREFILL,
@@ -34,6 +35,9 @@ H100_8B = Affine(base=5.886e-3 + 1.2e-3, per_token=2.101e-5, per_kv_token=3.926e
 EAGLE_LIKE = Affine(base=0.71e-3, per_token=6.0e-7, per_kv_token=1.1e-9)
 # An independent 0.6B draft with 78 % of the target's KV a token (Qwen3-0.6B for Qwen3-8B: 112 and 144 KiB).
 KV_HEAVY_DRAFT = Affine(base=0.71e-3, per_token=1.6e-6, per_kv_token=0.78 * 3.926e-8)
+
+
+TEACHER_FORCED = "teacher-forced"  # in SimResult.seconds_by_mode: passes of the draft over produced tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,8 @@ class Rows(Protocol):
 
     def take_acceptance(self) -> tuple[AcceptanceSample, ...]: ...
 
-    def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int]:
-        """Counts of the draft run teacher-forced over a few rows, and the tokens that took."""
+    def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int, int]:
+        """Counts of the draft run teacher-forced over a few rows, how many those were, and the tokens that took."""
         ...
 
 
@@ -176,8 +180,13 @@ def simulate(
             if decision.changed:
                 rows.apply(decision)
             if decision.probe_draft_rows:
-                probed, probe_tokens = rows.probe_draft(decision.probe_draft_rows, decision.probe_draft_k)
-                clock += device.cost.draft(decision.probe_draft_rows, probe_tokens, probe_tokens / 2)
+                probed, count, read = rows.probe_draft(decision.probe_draft_rows, decision.probe_draft_k)
+                if count:
+                    seconds = device.cost.draft(count, read, read / 2)
+                    clock += seconds
+                    by_mode[TEACHER_FORCED] = by_mode.get(TEACHER_FORCED, 0.0) + seconds
+                    shape = {"rows": count, "tokens": read, "context": read}
+                    timer.add(STEP_DRAFT_PREFILL, METHOD_DRAFT_SHADOW, decision.probe_draft_k, **shape, seconds=seconds)
         done = rows.step()
         if done is None:
             break

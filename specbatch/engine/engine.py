@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specbatch import _core
 from specbatch._core import Scheduler, StepInfo
+from specbatch.engine.draft_probe import draft_probe
 from specbatch.engine.observe import PolicyDriver, SpeculationPolicy
 from specbatch.engine.parts import EngineParts
 from specbatch.engine.rejection import failed_rows, verify_coupled, verify_rejection
@@ -46,7 +47,7 @@ class Engine:
         self.arrays = parts.arrays
         self.sampling = parts.sampling
         self._rows: RowParams = self.sampling.new_rows(self.plan.max_num_seqs)
-        self._policy = PolicyDriver(policy, self.core, can_draft=parts.speculator is not None)
+        self._policy = PolicyDriver(policy, self.core, draft_probe(parts))
         self._results = ResultCollector(
             max_model_len=self.max_model_len, num_pages=self.plan.num_pages, block_size=self.plan.layout.block_size
         )
@@ -124,7 +125,9 @@ class Engine:
     def step(self) -> bool:
         """Run one step. False when there is nothing to run: everything is finished."""
         start = time.perf_counter()
-        self._policy.decide(*self._last_rows())
+        probing = self._policy.decide(*self._last_rows())  # counted by the driver, not as part of this step
+        self._progress.busy_seconds += probing
+        start += probing
         info = self._advance()
         if info.kind == _core.STEP_IDLE:
             return False
@@ -286,8 +289,10 @@ class Engine:
     def _note(self, info: StepInfo, seconds: float, draft_seconds: float) -> None:
         self._num_rows = info.num_rows if info.kind != _core.STEP_DRAFT_PREFILL else 0
         draft_rows = int(np.count_nonzero(self.arrays.host["num_draft_tokens"][: info.num_rows]))
-        self._policy.note_step(info, seconds, draft_seconds, draft_rows)
         _, num_sampled, num_draft = self._result
+        self._policy.note_step(info, seconds, draft_seconds, draft_rows)
+        if info.kind == _core.STEP_DECODE:
+            self._policy.note_drafts(info.method, self.arrays.host["seq_index"], num_draft, num_sampled)
         progress = self._progress
         progress.steps += 1
         progress.busy_seconds += seconds

@@ -1,7 +1,7 @@
 """What the policy sees and what its decisions do: the engine's side of speculation control.
 
-Owns the step timer, the host's copy of each row's shard and limits, and the modes in force. Knows no policy in
-particular (any object with `due` and `decide`), no tensors.
+Owns the step timer, the tally of what drafts brought each row, the host's copy of each row's shard and limits, and the
+modes in force. Knows no policy in particular (any object with `due` and `decide`), no tensors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from numpy.typing import NDArray
 from specbatch import _core
 from specbatch._core import FinishedBatch, Scheduler, StepInfo
 from specbatch.control.records import (
+    METHOD_DRAFT_SHADOW,
     METHOD_NAMES,
+    STEP_DRAFT_PREFILL,
     AcceptanceSample,
     Decision,
     Observation,
+    RowGroup,
     ShardRows,
     StepTimer,
 )
+from specbatch.control.row_groups import RowTally
 
 
 class SpeculationPolicy(Protocol):
@@ -31,14 +35,36 @@ class SpeculationPolicy(Protocol):
     def decide(self, observation: Observation) -> Decision: ...
 
 
+class ProbeResult(Protocol):
+    """What a teacher-forced pass of the draft found; see engine.draft_probe.Probe."""
+
+    @property
+    def samples(self) -> tuple[AcceptanceSample, ...]: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class Prober(Protocol):
+    """Runs the draft over what rows have produced; see engine.draft_probe.DraftProbe."""
+
+    def run(self, rows: int, k: int, prompt: NDArray[np.int32], shard: NDArray[np.int32]) -> ProbeResult | None: ...
+
+
 class PolicyDriver:
     """Calls the policy when it is due and puts its decisions into force."""
 
-    def __init__(self, policy: SpeculationPolicy, core: Scheduler, *, can_draft: bool) -> None:
+    def __init__(self, policy: SpeculationPolicy, core: Scheduler, probe: Prober | None = None) -> None:
         self.policy = policy
         self.core = core
-        self.can_draft = can_draft
+        self.probe = probe
         self.timer = StepTimer()
+        self.tally = RowTally()
         self.steps = 0
         self.default_mode = "ar"
         self.modes: dict[int, tuple[int, int]] = {}  # shard -> (method, k), where the policy said so
@@ -48,6 +74,8 @@ class PolicyDriver:
         self._limit = np.zeros(64, np.int32)  # prompt + max_tokens
         self._waiting: dict[int, int] = {}  # shard -> rows added and not finished
         self._since: dict[str, int] = dict.fromkeys(_SINCE, 0)
+        self._gone: tuple[RowGroup, ...] = ()  # rows finished since the last observation
+        self._probed: tuple[AcceptanceSample, ...] = ()
         self._target_pages = self._draft_pages = 0
         self._free_pages = core.num_pages - 1
 
@@ -72,6 +100,8 @@ class PolicyDriver:
             if self._waiting[shard] == 0:
                 del self._waiting[shard]
                 self.modes.pop(shard, None)
+        self._gone += self.tally.groups(batch.handle, finished=True)
+        self.tally.reset(batch.handle)
         self._since["finished_rows"] += len(batch)
         self._since["finished_prompt_tokens"] += int(batch.num_prompt_tokens.sum())
         self._since["finished_output_tokens"] += int(batch.num_output_tokens.sum())
@@ -97,15 +127,42 @@ class PolicyDriver:
             draft_seconds=draft_seconds,
         )
 
-    def decide(self, seq_index: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> None:
-        """Ask the policy if it is due; `seq_index`, `seq_lens` are the last step's rows."""
+    def note_drafts(
+        self, method: int, handles: NDArray[np.int32], num_draft: NDArray[np.int32], num_sampled: NDArray[np.int32]
+    ) -> None:
+        """What a decode step's drafts brought its rows [n]."""
+        if method == _core.METHOD_NONE:
+            return
+        handles = handles[: len(num_draft)]
+        # A model drafts for every row that is asked for; a look-up may find nothing, and that is its result.
+        asked = slice(None) if method == _core.METHOD_NGRAM else num_draft > 0
+        self.tally.add(handles[asked], num_draft[asked], np.maximum(num_sampled[asked] - 1, 0))
+
+    def decide(self, seq_index: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> float:
+        """Ask the policy if it is due; `seq_index`, `seq_lens` are the last step's rows. Returns the seconds that a pass of
+        the draft over produced tokens took, if the policy wanted one."""
         core = self.core
         if not self.policy.due(self.steps, core.num_running, core.num_waiting):
-            return
+            return 0.0
         decision = self.policy.decide(self._observe(seq_index, seq_lens))
-        if not decision.changed:
-            return
-        self._apply(decision)
+        if decision.changed:
+            self._apply(decision)
+        if not decision.probe_draft_rows or self.probe is None:
+            return 0.0
+        found = self.probe.run(decision.probe_draft_rows, decision.probe_draft_k, self._prompt, self._shard)
+        if found is None:
+            return 0.0
+        self._probed += found.samples
+        self.timer.add(
+            STEP_DRAFT_PREFILL,
+            METHOD_DRAFT_SHADOW,
+            decision.probe_draft_k,
+            rows=found.rows,
+            tokens=found.tokens,
+            context=found.context,
+            seconds=found.seconds,
+        )
+        return found.seconds
 
     def _apply(self, decision: Decision) -> None:
         core = self.core
@@ -130,6 +187,7 @@ class PolicyDriver:
             for shard, total in self._waiting.items()
         )
         since, self._since = self._since, dict.fromkeys(_SINCE, 0)
+        gone, self._gone = self._gone, ()
         return Observation(
             step=self.steps,
             time=time.perf_counter() - self._start,
@@ -146,6 +204,7 @@ class PolicyDriver:
             max_num_seqs=core.max_num_seqs,
             steps=self.timer.drain(),
             acceptance=self._acceptance(),
+            row_groups=self.tally.groups(seq_index, finished=False) + gone,
             finished_rows=since["finished_rows"],
             finished_prompt_tokens=since["finished_prompt_tokens"],
             finished_output_tokens=since["finished_output_tokens"],
@@ -155,7 +214,8 @@ class PolicyDriver:
 
     def _acceptance(self) -> tuple[AcceptanceSample, ...]:
         counts = self.core.take_acceptance()
-        return tuple(
+        probed, self._probed = self._probed, ()
+        return probed + tuple(
             AcceptanceSample(shard, method, rounds, proposed, tuple(offered), tuple(accepted), committed)
             for shard, method, rounds, proposed, offered, accepted, committed in zip(
                 counts.shard.tolist(),

@@ -158,16 +158,20 @@ class CoreRows:
             )
         )
 
-    def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int]:
-        samples, tokens = [], 0
-        for row in self._decoding[-rows:]:
-            done = int(self._at[row])
-            if done:
-                rounds, offered, accepted = chain_counts(self.work.draft_hits[row, :done].tolist(), k)
+    def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int, int]:
+        info = self.core.lend_draft(rows, self.buffers)
+        handles = self.host["seq_index"][: info.num_rows].copy()
+        samples = []
+        for handle, length in zip(handles.tolist(), self.host["draft_seq_lens"][: info.num_rows].tolist(), strict=True):
+            row = int(self._row[handle])
+            # Prefill gives the first token and the last one is not read: what is in between could have been drafted.
+            hits = self.work.draft_hits[row, 1 : length - int(self.work.prompt[row])]
+            rounds, offered, accepted = chain_counts(hits.tolist(), k)
+            if rounds:
                 shard = int(self.work.shard[row])
                 samples.append(AcceptanceSample(shard, METHOD_DRAFT_SHADOW, rounds, rounds, offered, accepted))
-                tokens += int(self.work.prompt[row]) + done
-        return tuple(samples), tokens
+            self.core.drop_draft(handle)
+        return tuple(samples), len(handles), info.draft_num_tokens
 
     # -- one step -------------------------------------------------------------------------------------------------
 

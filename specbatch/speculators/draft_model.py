@@ -55,7 +55,7 @@ class DraftModelSpeculator:
         tables = arrays.device["draft_block_tables"]
         for j in range(info.max_draft_tokens):
             drafted, q = sample_draft(
-                _as_wide_as(logits, params.vocab),
+                as_wide_as(logits, params.vocab),
                 params,
                 rows,
                 positions,
@@ -106,7 +106,7 @@ class DraftModelSpeculator:
         return prefix[token_index]
 
 
-def _as_wide_as(logits: Tensor, vocab: int) -> Tensor:
+def as_wide_as(logits: Tensor, vocab: int) -> Tensor:
     """A draft with fewer ids than the target never proposes the rest. (More ids are cut by the sampler.)"""
     missing = vocab - logits.shape[1]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
