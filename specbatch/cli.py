@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         page = None if COMPLETION in os.environ else pages.quick_answer(args)
         if page is not None:
-            SafeStream(sys.stdout).line(page)
+            _answer(page)
             return ExitCode.OK
         return _dispatch(args)
     except SpecbatchError as error:
@@ -43,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(unexpected(error))
     finally:
         silence_broken_streams()
+
+
+def _answer(text: str) -> None:
+    """On stdout. Raises ResourceError."""
+    stdout = SafeStream(sys.stdout)
+    stdout.line(text)
+    stdout.require_delivered()
 
 
 def complain(error: SpecbatchError) -> int:
@@ -95,7 +102,7 @@ def build_app() -> typer.Typer:
     def root(context: Any, version: bool = typer.Option(False, "--version", is_eager=True)) -> None:
         if version or context.invoked_subcommand is None:
             text = pages.version_line() if version else pages.root_help(pages.Style.of(sys.stdout))
-            SafeStream(sys.stdout).line(text)
+            _answer(text)
             raise typer.Exit(0)
 
     root.__annotations__ = {"context": typer.Context, "version": bool}

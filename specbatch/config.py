@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def as_toml(settings: Settings) -> str:
+def as_toml(settings: Settings, *, ascii_only: bool = False) -> str:
     """The settings in force, as a file that --config takes; what is at its default is a comment."""
     lines = ["# specbatch settings: command line, then SPECBATCH_* variables, then file, then defaults"]
     if settings.inputs:
@@ -143,7 +144,8 @@ def as_toml(settings: Settings) -> str:
             else:
                 body.append(f"{spec.name} = {_toml(_plain(spec, setting.value))}  # {_where(setting)}")
         lines += ["", f"# {panel}", *body] if body else []
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return re.sub(r"[^\x00-\x7f]", lambda match: f"\\U{ord(match[0]):08x}", text) if ascii_only else text
 
 
 def as_dict(settings: Settings) -> dict[str, object]:

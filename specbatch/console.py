@@ -30,6 +30,7 @@ from specbatch.units import format_count, format_duration, format_percent, forma
 REFRESH_PER_SECOND = 2.0
 WIDE, NARROW, TALL = 64, 34, 9  # columns for the full block, for two lines; screen lines for the full block
 PIPE_WIDTH = 160  # columns where there is no terminal to ask
+PAGE_WIDTH = 40  # a page is never narrower: wrapped by the terminal it can be read, without its values it cannot
 LABEL = 10  # columns of the words at the left
 GENERATING = "generating"
 
@@ -49,6 +50,7 @@ def make_console(stream: SafeStream) -> Console:
 def print_page(stream: SafeStream, draw: Callable[[Console], None]) -> None:
     """Everything `draw` prints, without the blanks that pad table rows."""
     console = make_console(stream)
+    console.width = max(console.width, PAGE_WIDTH)
     with console.capture() as captured:
         draw(console)
     for line in captured.get().splitlines():
@@ -201,8 +203,8 @@ class LiveEvents(JobEvents):
     def say(self, event: str, message: str, *, style: str = "", **fields: object) -> None:
         """One sentence above the block; what stands before its first colon is its label."""
         head, colon, rest = printable(message).partition(": ")
-        if not colon:
-            self.console.print(Text(head, style=style))
+        if not colon or self.console.width < NARROW:  # beside a label there would be no room for words
+            self.console.print(Text(head + colon + rest, style=style))
             return
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_column(style=style or "dim", no_wrap=True, width=LABEL)

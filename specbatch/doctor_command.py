@@ -31,6 +31,7 @@ def examine(*, self_test: bool, as_json: bool) -> int:
         from specbatch.console_tables import print_lines
 
         print_page(stdout, lambda console: print_lines(console, describe(found)))
+    stdout.require_delivered()
     return ExitCode.OK if found.healthy else ExitCode.RESOURCE
 
 

@@ -29,9 +29,10 @@ def dry_run(options: RunOptions, settings: Settings) -> int:
     found = estimate(options.job, target, stage=lambda name: stderr.line(f"{name} ..."))
     if options.view.json:
         stdout.line(json.dumps(found.to_dict() | {"target": describe_target(target)}))
-        return ExitCode.OK
-    for line in report_lines(found, target.name):
-        stdout.line(line)
+    else:
+        for line in report_lines(found, target.name):
+            stdout.line(line)
+    stdout.require_delivered()
     return ExitCode.OK
 
 

@@ -12,14 +12,15 @@ from specbatch.streams import SafeStream
 
 
 def inspect_output(output: str, *, decisions: bool, as_json: bool) -> int:
-    """Print the report on stdout. Raises InputMissing, OutputMismatch."""
+    """Print the report on stdout. Raises InputMissing, OutputMismatch, ResourceError."""
     found = report(Path(output))
     stdout = SafeStream(sys.stdout)
     if as_json:
         stdout.line(json.dumps(found.to_dict(decisions=decisions)))
-        return ExitCode.OK
-    from specbatch.console import print_page
-    from specbatch.console_tables import print_decisions, print_report
+    else:
+        from specbatch.console import print_page
+        from specbatch.console_tables import print_decisions, print_report
 
-    print_page(stdout, lambda console: (print_decisions if decisions else print_report)(console, found))
+        print_page(stdout, lambda console: (print_decisions if decisions else print_report)(console, found))
+    stdout.require_delivered()
     return ExitCode.OK

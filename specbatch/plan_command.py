@@ -65,4 +65,5 @@ def _print(values: dict[str, Any]) -> int:
         stdout.line(json.dumps({"schema_version": SCHEMA_VERSION, **found.to_json()}))
     else:
         stdout.line(to_text(found).rstrip("\n"))
+    stdout.require_delivered()
     return ExitCode.OK

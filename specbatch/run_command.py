@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,15 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
         options = build(settings)
         if options.view.print_config:
             return _print_config(settings, as_json=options.view.json)
-        ending = Ending(
+        early = replace(
+            early,
             as_json=options.view.json,
             log_json=options.view.log_format == "json" or options.view.progress == "json",
-            metrics_file=options.view.metrics_file,
-            output=str(options.job.output),
         )
+        _require_folder(options.view.metrics_file)
+        ending = early
+        if not options.view.dry_run:
+            ending = replace(early, metrics_file=options.view.metrics_file, output=str(options.job.output))
     except SpecbatchError as error:
         return early.failed(error)
     try:
@@ -47,7 +50,6 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
             from specbatch.dry_run import dry_run
 
             return dry_run(options, settings)
-        _require_folder(options.view.metrics_file)
         return _run_job(settings, options, ending)
     except SpecbatchError as error:
         return ending.failed(error)
@@ -101,8 +103,12 @@ def _events(view: Any, ending: Ending) -> Iterator[Any]:
 
 
 def _print_config(settings: Settings, *, as_json: bool) -> int:
-    text = json.dumps(config.as_dict(settings)) if as_json else config.as_toml(settings).rstrip("\n")
-    SafeStream(sys.stdout).line(text)
+    stdout = SafeStream(sys.stdout)
+    if as_json:
+        stdout.line(json.dumps(config.as_dict(settings)))
+    else:
+        stdout.line(config.as_toml(settings, ascii_only=stdout.plain).rstrip("\n"))
+    stdout.require_delivered()
     return ExitCode.OK
 
 
@@ -137,6 +143,9 @@ def unexpected(error: Exception) -> SpecbatchError:
         traceback.print_exception(error)
     if isinstance(error, MemoryError):
         return OutOfMemory("out of memory", hint="fewer rows at once (--max-num-seqs) or less KV (--kv-memory)")
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        limits = "memory and the number of processes are limited (ulimit -v, ulimit -u, the cgroup)"
+        return ResourceError("cannot start a thread", hint=limits)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"no space left: {error}", hint="free some space and run again: finished rows are kept")
     if isinstance(error, OSError) and error.errno is not None:

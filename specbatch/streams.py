@@ -12,6 +12,8 @@ import threading
 from collections.abc import Mapping
 from typing import TextIO
 
+from specbatch.errors import ResourceError
+
 _REPLACEMENTS = {0x2014: "-", 0x2013: "-", 0x2026: "...", 0xB7: "-", 0x2192: "->", 0xD7: "x"}
 
 
@@ -40,6 +42,7 @@ class SafeStream:
         self._stream = stream
         self._lock = threading.Lock()
         self.failed = stream is None or stream.closed
+        self._lost = "it is closed" if self.failed else ""  # why; a reader who has gone is no loss
         self.plain = stream is None or ascii_only(stream, os.environ)
         self.encoding: str = "ascii" if self.plain else getattr(stream, "encoding", "utf-8")
 
@@ -48,8 +51,8 @@ class SafeStream:
             with self._lock:
                 try:
                     self._stream.write(self._encodable(text))
-                except (OSError, ValueError):
-                    self.failed = True
+                except (OSError, ValueError) as error:
+                    self._fail(error)
         return len(text)
 
     def flush(self) -> None:
@@ -57,8 +60,18 @@ class SafeStream:
             with self._lock:
                 try:
                     self._stream.flush()
-                except (OSError, ValueError):
-                    self.failed = True
+                except (OSError, ValueError) as error:
+                    self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failed = True
+        if not isinstance(error, BrokenPipeError):
+            self._lost = getattr(error, "strerror", None) or str(error)
+
+    def require_delivered(self) -> None:
+        """For what was asked for: raises ResourceError (exit 13) when some of it could not be written."""
+        if self._lost:
+            raise ResourceError(f"cannot write to stdout: {self._lost}")
 
     def line(self, text: str) -> None:
         """One whole line in one write, so that lines of several processes in one log do not mix."""

@@ -193,14 +193,16 @@ def test_what_runs_out_is_a_resource_not_a_defect(
 ) -> None:
     import specbatch.job.run
 
-    for error in (MemoryError(), OSError(28, "No space left on device")):
+    for error in (MemoryError(), OSError(28, "No space left on device"), RuntimeError("can't start new thread")):
 
         def broken(*arguments: object, error: BaseException = error, **options: object) -> None:
             raise error
 
         monkeypatch.setattr(specbatch.job.run, "run_job", broken)
         assert main(["run", prompts, "--model", "stand-in"]) == 13
-        assert "hint:" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert "hint:" in shown
+        assert "defect" not in shown
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from specbatch.console import GENERATING, LiveEvents, RunDisplay, print_summary
-from specbatch.console_tables import shard_table
+from specbatch.console import GENERATING, LiveEvents, RunDisplay, print_page, print_summary
+from specbatch.console_tables import print_lines, shard_table
 from specbatch.job.options import JobPlan, JobProgress
 from specbatch.job.report import ShardReport
 from specbatch.lines import LineEvents, Log
@@ -313,3 +313,10 @@ def test_nothing_is_claimed_before_there_is_anything_to_go_by() -> None:
     reading = Meter().read(JobProgress(rows_total=10), 0.0)
     assert (reading.tokens_per_second, reading.seconds_left, reading.acceptance_rate, reading.kv_share) == (None,) * 4
     assert Meter().read(JobProgress(rows_total=0), 0.0).share == 1.0
+
+
+def test_a_page_on_a_tiny_screen_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    file = io.StringIO()
+    print_page(SafeStream(file), lambda console: print_lines(console, [("rows", "2,000 of 2,000", "")]))
+    assert file.getvalue() == "rows        2,000 of 2,000\n"

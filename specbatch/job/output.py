@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from specbatch.errors import OutputMismatch, UsageError
+from specbatch.errors import OutputMismatch, ResourceError, UsageError
 from specbatch.job import keys
 from specbatch.job.durable import remove_leftovers, write_atomic, writing
 from specbatch.job.manifest import DIRECTORY, SUCCESS, Manifest, PartEntry, path_of
@@ -99,6 +99,12 @@ def verified_parts(output: Path, manifest: Manifest, run_id: str) -> tuple[list[
 
 def _verify(output: Path, format_name: str, shard: Shard, entry: PartEntry, run_id: str) -> PartEntry | None:
     path = part_path(output, shard, format_name)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # it may be whole: nothing is computed again because a disk does not answer
+        raise ResourceError(f"cannot read {path}: {error.strerror}") from error
     if format_name != "parquet":
         return entry if path.is_file() and path.stat().st_size == entry.bytes else None
     found = read_note(path)
@@ -118,7 +124,9 @@ def _verify(output: Path, format_name: str, shard: Shard, entry: PartEntry, run_
 
 
 def mark_success(output: Path) -> None:
-    write_atomic(output / SUCCESS, b"")
+    """Nothing is written where it is marked already: a finished output may be read-only."""
+    if not (output / SUCCESS).exists():
+        write_atomic(output / SUCCESS, b"")
 
 
 def unmark_success(output: Path) -> None:

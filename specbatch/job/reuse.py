@@ -64,8 +64,9 @@ def open_earlier(plan: Plan, resolved: Mapping[str, Any]) -> EarlierOutputs:
             raise UsageError(f"--reuse {path} is the output itself", hint="finished rows are kept anyway")
         try:
             manifest = Manifest.load(path)
-        except OutputMismatch as error:
-            found.problems.append(error.message)
+        except (OutputMismatch, OSError) as error:
+            what = error.message if isinstance(error, OutputMismatch) else f"cannot read {path}: {error.strerror}"
+            found.problems.append(f"{what}; nothing is taken from it")
             continue
         if manifest is None:
             found.problems.append(f"{path} is no output of specbatch; nothing is taken from it")

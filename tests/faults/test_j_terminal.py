@@ -203,6 +203,8 @@ def test_a_tiny_ascii_terminal_without_colour(tmp_path: Path) -> None:
     assert not re.search(rb"\x1b\[[0-9;]*3[0-9]", terminal.text)
     redrawn = re.findall(r"\d+% [\d.,-]+/s", visible(terminal.text))
     assert redrawn
+    words = "".join(visible(terminal.text).split())
+    assert "settings:shard-rows20,modelstand-in" in words  # whole, however often the terminal wraps it
     finished(tmp_path)
 
 
