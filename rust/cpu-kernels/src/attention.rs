@@ -1,20 +1,21 @@
 //! Causal (or tree-masked) attention of ragged rows over pages, read in place.
 //!
-//! A task is one row, one KV head and a tile of its query tokens; all query heads of the KV head share the keys it
-//! reads. Keys go by in blocks with a running maximum and sum (online softmax: Milakov and Gimelshein, 2018,
-//! arXiv:1805.02867; tiling as in `FlashAttention`, Dao et al., 2022, arXiv:2205.14135). Sums are in float32.
+//! Owns what may be asked, the checks, and the cut into tasks that any threads may run. A task is one row, a tile of
+//! its query tokens and one KV head, whose query heads share the keys they read. How a task is computed is the
+//! business of `attention_task` and of what it calls for the processor's instructions.
 
 use rayon::prelude::*;
 
-#[cfg(target_arch = "x86_64")]
-use crate::avx2::{self, Load8};
+pub use crate::attention_task::Path;
+use crate::attention_task::Task;
 use crate::pages::{Element, LayerPages};
-use crate::simd::has_avx2;
 
-/// Keys of one block: their scores stay in registers and the first cache.
-pub(crate) const KEYS: usize = 16;
-/// Query tokens of one tile.
+#[cfg(target_arch = "x86_64")]
+use crate::avx2::Load8;
+
+/// Query tokens of one tile, and at least so many (token, head) pairs, for what is done once for a block of keys.
 const TILE: usize = 16;
+const TILE_PAIRS: usize = 64;
 
 /// What pages may hold.
 #[cfg(target_arch = "x86_64")]
@@ -54,14 +55,163 @@ pub struct Options<'a> {
     pub sinks: Option<&'a [f32]>,
 }
 
+/// How a step's rows are cut into tasks: made once a step, used by all its layers of the same shape.
+#[derive(Debug, Default)]
+pub struct Tasks {
+    /// Row, and first packed token of the tile.
+    list: Vec<(u32, u32)>,
+    query_start: Vec<i32>,
+    tile: usize,
+    group: usize,
+    kv_heads: usize,
+}
+
+impl Tasks {
+    /// The tasks of rows with these packed token ranges, for `heads` query heads over `kv_heads`.
+    ///
+    /// # Errors
+    /// A message when ranges fall or heads do not divide.
+    pub fn new(query_start: &[i32], heads: usize, kv_heads: usize) -> Result<Self, String> {
+        let mut tasks = Self::default();
+        tasks.refill(query_start, heads, kv_heads)?;
+        Ok(tasks)
+    }
+
+    /// As `new`, in the memory of an earlier step; nothing changes on an error.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn refill(&mut self, query_start: &[i32], heads: usize, kv_heads: usize) -> Result<(), String> {
+        need(kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads), || {
+            format!("{heads} heads over {kv_heads} KV heads")
+        })?;
+        let rises = query_start.first() == Some(&0) && query_start.windows(2).all(|w| w[0] <= w[1]);
+        need(rises, || "query_start must begin with 0 and not fall".into())?;
+        self.group = heads / kv_heads;
+        self.kv_heads = kv_heads;
+        self.tile = TILE.max(TILE_PAIRS / self.group);
+        self.query_start.clear();
+        self.query_start.extend_from_slice(query_start);
+        self.list.clear();
+        for (row, range) in query_start.windows(2).enumerate() {
+            let starts = (range[0] as u32..range[1] as u32).step_by(self.tile);
+            self.list.extend(starts.map(|start| (row as u32, start)));
+        }
+        Ok(())
+    }
+
+    /// How many there are, of all KV heads.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.list.len() * self.kv_heads
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+}
+
 /// A writable slice that several tasks fill at disjoint places.
 #[derive(Clone, Copy)]
-struct Shared(*mut f32);
-// SAFETY: each task writes only the outputs of its own tokens and heads (see `forward`).
+pub(crate) struct Shared(pub(crate) *mut f32);
+// SAFETY: each task writes only the outputs of its own tokens and heads (see `Prepared::run`).
 unsafe impl Send for Shared {}
 unsafe impl Sync for Shared {}
 
-/// Attention of `query` [tokens, heads, `head_dim`] into `out` (same shape).
+/// One layer's attention, checked and cut into tasks, for the caller's own threads to run.
+pub struct Prepared<'a, E> {
+    query: &'a [f32],
+    heads: usize,
+    storage: &'a [E],
+    pages: &'a LayerPages,
+    rows: &'a Rows<'a>,
+    options: &'a Options<'a>,
+    tasks: &'a Tasks,
+    out: Shared,
+    path: Path,
+}
+
+impl<'a, E: Stored> Prepared<'a, E> {
+    /// Attention of `query` [tokens, heads, `head_dim`] into `out` (same shape), by `tasks` of the same rows.
+    ///
+    /// # Errors
+    /// A message when sizes do not fit together or a block table names a page that is not there.
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        tasks: &'a Tasks,
+        query: &'a [f32],
+        heads: usize,
+        storage: &'a [E],
+        pages: &'a LayerPages,
+        rows: &'a Rows<'a>,
+        options: &'a Options<'a>,
+        out: &'a mut [f32],
+    ) -> Result<Self, String> {
+        need(tasks.kv_heads == pages.kv_heads && tasks.group * tasks.kv_heads == heads, || {
+            format!("tasks of {} heads over {}, not {heads}", tasks.group * tasks.kv_heads, tasks.kv_heads)
+        })?;
+        need(tasks.query_start == rows.query_start, || "these tasks are of other rows".into())?;
+        check(query, heads, storage.len(), pages, rows, options, out)?;
+        let path = Path::best::<E>(pages.head_dim);
+        Ok(Self { query, heads, storage, pages, rows, options, tasks, out: Shared(out.as_mut_ptr()), path })
+    }
+
+    /// Use no newer instructions than these, to compare and to test.
+    #[must_use]
+    pub fn at_most(mut self, path: Path) -> Self {
+        self.path = self.path.min(path).for_dim(self.pages.head_dim);
+        self
+    }
+
+    /// What the tasks run on.
+    #[must_use]
+    pub fn path(&self) -> Path {
+        self.path
+    }
+
+    /// How many tasks there are; neighbours share a row's pages.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.tasks.len()
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.tasks.is_empty()
+    }
+
+    /// Run task `i`. `out` is whole when each of `0..len()` has been run, on any threads in any order. The output of a
+    /// query depends neither on the order nor on which other queries the step holds. The state of AMX tiles is lost.
+    ///
+    /// # Panics
+    /// When there is no such task.
+    ///
+    /// # Safety
+    /// No two calls with the same `i` at the same time, and no use of the output until they have ended: tasks of
+    /// different `i` write different places.
+    pub unsafe fn run(&self, i: usize) {
+        let (row, start) = self.tasks.list[i / self.tasks.kv_heads];
+        let (row, start) = (row as usize, start as usize);
+        let end = (start + self.tasks.tile).min(self.rows.query_start[row + 1] as usize);
+        let task = Task {
+            query: self.query,
+            heads: self.heads,
+            group: self.tasks.group,
+            storage: self.storage,
+            pages: self.pages,
+            rows: self.rows,
+            options: self.options,
+            row,
+            start,
+            end,
+            kv_head: i % self.tasks.kv_heads,
+        };
+        task.run(self.path, self.out);
+    }
+}
+
+/// Attention of `query` [tokens, heads, `head_dim`] into `out` (same shape), on rayon's threads.
 ///
 /// # Errors
 /// A message when sizes do not fit together or a block table names a page that is not there; `out` is untouched then.
@@ -74,29 +224,23 @@ pub fn forward<E: Stored>(
     options: &Options<'_>,
     out: &mut [f32],
 ) -> Result<(), String> {
-    check(query, heads, storage.len(), pages, rows, options, out)?;
-    let vectors = has_avx2();
-    let mut tasks: Vec<(usize, usize)> = Vec::new();
-    for (row, range) in rows.query_start.windows(2).enumerate() {
-        tasks.extend((range[0] as usize..range[1] as usize).step_by(TILE).map(|start| (row, start)));
-    }
-    let group = heads / pages.kv_heads;
-    let out = Shared(out.as_mut_ptr());
-    let run = |&(row, start): &(usize, usize), kv_head: usize| {
-        let task = Task { query, heads, group, storage, pages, rows, options, row, start, kv_head };
-        task.dispatch(vectors, out);
-    };
+    let tasks = Tasks::new(rows.query_start, heads, pages.kv_heads)?;
+    let prepared = Prepared::new(&tasks, query, heads, storage, pages, rows, options, out)?;
     let work: usize = rows.seq_lens.iter().map(|&n| n as usize).sum::<usize>() * pages.kv_heads;
     // With one thread a pool would only add a change of threads to every call.
-    let alone = rayon::current_num_threads() < 2 || tasks.len() * pages.kv_heads < 2;
+    let alone = rayon::current_num_threads() < 2 || tasks.len() < 2;
+    // SAFETY: each task is run once, and `out` is borrowed until all have ended.
+    let run = |i: usize| unsafe { prepared.run(i) };
     if alone || work * pages.head_dim < 1 << 14 {
-        for task in &tasks {
-            (0..pages.kv_heads).for_each(|h| run(task, h));
-        }
+        (0..prepared.len()).for_each(run);
     } else {
-        tasks.par_iter().for_each(|task| (0..pages.kv_heads).into_par_iter().for_each(|h| run(task, h)));
+        (0..prepared.len()).into_par_iter().for_each(run);
     }
     Ok(())
+}
+
+fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
+    if ok { Ok(()) } else { Err(message()) }
 }
 
 fn check(
@@ -109,228 +253,30 @@ fn check(
     out: &[f32],
 ) -> Result<(), String> {
     let count = rows.seq_lens.len();
-    let tokens = rows.query_start.last().copied().unwrap_or(0);
-    let need = |ok: bool, message: String| if ok { Ok(()) } else { Err(message) };
-    need(
-        pages.kv_heads > 0 && heads.is_multiple_of(pages.kv_heads),
-        format!("{heads} heads over {} KV heads", pages.kv_heads),
-    )?;
-    need(
-        rows.query_start.len() == count + 1,
-        format!("query_start holds {}, not {}", rows.query_start.len(), count + 1),
-    )?;
-    need(rows.block_tables.len() == count * rows.pages_per_row, "block_tables and seq_lens do not fit".into())?;
-    need(
-        rows.query_start[0] == 0 && rows.query_start.windows(2).all(|w| w[0] <= w[1]),
-        "query_start must not fall".into(),
-    )?;
-    let size = tokens as usize * heads * pages.head_dim;
-    need(query.len() >= size && out.len() >= size, format!("query and out need {size} numbers"))?;
-    need(options.sinks.is_none_or(|s| s.len() == heads), "sinks: one a head".into())?;
-    need(rows.ancestors.is_none_or(|a| a.len() >= tokens as usize), "ancestors: one a token".into())?;
-    need(rows.positions.is_empty() || rows.positions.len() >= tokens as usize, "positions: one a token".into())?;
+    let tokens = rows.query_start.last().copied().unwrap_or(0) as usize;
+    let starts = rows.query_start.len();
+    need(starts == count + 1, || format!("query_start holds {starts}, not {}", count + 1))?;
+    need(rows.block_tables.len() == count * rows.pages_per_row, || "block_tables and seq_lens do not fit".into())?;
+    let size = tokens * heads * pages.head_dim;
+    need(query.len() >= size && out.len() >= size, || format!("query and out need {size} numbers"))?;
+    need(options.sinks.is_none_or(|s| s.len() == heads), || "sinks: one a head".into())?;
+    need(rows.ancestors.is_none_or(|a| a.len() >= tokens), || "ancestors: one a token".into())?;
+    need(rows.positions.is_empty() || rows.positions.len() >= tokens, || "positions: one a token".into())?;
     let limit = pages.pages_within(storage);
     for (row, &len) in rows.seq_lens.iter().enumerate() {
         let queries = rows.query_start[row + 1] - rows.query_start[row];
         if queries == 0 {
             continue;
         }
-        need(len >= queries, format!("row {row} has {queries} query tokens and a context of {len}"))?;
+        need(len >= queries, || format!("row {row} has {queries} query tokens and a context of {len}"))?;
         let used = (len as usize).div_ceil(pages.block_size);
-        need(
-            used <= rows.pages_per_row,
-            format!("row {row} needs {used} pages, the table has {}", rows.pages_per_row),
-        )?;
-        let table = &rows.block_tables[row * rows.pages_per_row..][..used];
+        let held = rows.pages_per_row;
+        need(used <= held, || format!("row {row} needs {used} pages, the table has {held}"))?;
+        let table = &rows.block_tables[row * held..][..used];
         let bad = table.iter().find(|&&p| p < 0 || p as usize >= limit);
-        need(bad.is_none(), format!("row {row} names page {}, there are {limit}", bad.copied().unwrap_or(0)))?;
+        need(bad.is_none(), || {
+            format!("row {row} names page {}, there are {limit}", bad.copied().unwrap_or_default())
+        })?;
     }
     Ok(())
-}
-
-struct Task<'a, E> {
-    query: &'a [f32],
-    heads: usize,
-    group: usize,
-    storage: &'a [E],
-    pages: &'a LayerPages,
-    rows: &'a Rows<'a>,
-    options: &'a Options<'a>,
-    row: usize,
-    /// First packed token of the tile.
-    start: usize,
-    kv_head: usize,
-}
-
-impl<E: Stored> Task<'_, E> {
-    fn dispatch(&self, vectors: bool, out: Shared) {
-        #[cfg(target_arch = "x86_64")]
-        if vectors && self.pages.head_dim.is_multiple_of(8) {
-            // SAFETY: `simd::has_avx2` found the instructions.
-            return unsafe { self.avx2(out) };
-        }
-        let _ = vectors;
-        self.run::<false>(out);
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx2,fma")]
-    unsafe fn avx2(&self, out: Shared) {
-        self.run::<true>(out);
-    }
-
-    /// The task itself; `AVX2` only where the caller was compiled for it and the head size is a multiple of 8.
-    #[inline(always)]
-    fn run<const AVX2: bool>(&self, out: Shared) {
-        let dim = self.pages.head_dim;
-        let row_start = self.rows.query_start[self.row] as usize;
-        let row_end = self.rows.query_start[self.row + 1] as usize;
-        let end = (self.start + TILE).min(row_end);
-        let context = self.rows.seq_lens[self.row] as usize - (row_end - row_start); // before this step's tokens
-        let queries = (end - self.start) * self.group;
-        let mut acc = vec![0.0f32; queries * dim];
-        let mut maximum = vec![f32::NEG_INFINITY; queries];
-        let mut sum = vec![0.0f32; queries];
-        // Past the tile's last token nothing is visible; a tree may only look at its own row's tokens.
-        let last =
-            if self.rows.ancestors.is_some() { context + row_end - row_start } else { context + end - row_start };
-        let first = match self.options.window {
-            Some(window) if self.rows.ancestors.is_none() => {
-                (context + self.start - row_start + 1).saturating_sub(window as usize)
-            }
-            _ => 0,
-        };
-        let block = self.pages.block_size;
-        let table = &self.rows.block_tables[self.row * self.rows.pages_per_row..];
-        let stride = self.pages.token_stride();
-        let mut at = first;
-        let mut scores = [0.0f32; KEYS];
-        while at < last {
-            let (page, offset) = (table[at / block] as usize, at % block);
-            let count = KEYS.min(block - offset).min(last - at);
-            let base = page * self.pages.page_stride + offset * stride + self.kv_head * dim;
-            let keys = &self.storage[base + self.pages.key_offset..][..(count - 1) * stride + dim];
-            let values = &self.storage[base + self.pages.value_offset..][..(count - 1) * stride + dim];
-            for q in 0..queries {
-                let token = self.start + q / self.group;
-                let index = context + token - row_start;
-                if self.rows.ancestors.is_none() && at > index {
-                    continue;
-                }
-                let head = self.kv_head * self.group + q % self.group;
-                let query = &self.query[(token * self.heads + head) * dim..][..dim];
-                let target = &mut acc[q * dim..][..dim];
-                #[cfg(target_arch = "x86_64")]
-                if AVX2 {
-                    // SAFETY: `dispatch` proved the instructions and the size; the slices end with the last key.
-                    unsafe { avx2::dots(query, keys, stride, count, &mut scores) };
-                    self.shape_scores(&mut scores[..count], token, row_start, context, at);
-                    // SAFETY: as above.
-                    unsafe { avx2::absorb(&mut scores, count, values, stride, target, &mut maximum[q], &mut sum[q]) };
-                    continue;
-                }
-                dots(query, keys, stride, &mut scores[..count]);
-                self.shape_scores(&mut scores[..count], token, row_start, context, at);
-                absorb(&scores[..count], values, stride, target, &mut maximum[q], &mut sum[q]);
-            }
-            at += count;
-        }
-        for q in 0..queries {
-            let (token, head) = (self.start + q / self.group, self.kv_head * self.group + q % self.group);
-            let mut total = sum[q];
-            if let Some(sinks) = self.options.sinks {
-                total += (sinks[head] - maximum[q]).exp(); // of either sign: a sink may be above every score
-            }
-            let factor = if total > 0.0 { 1.0 / total } else { 0.0 };
-            // SAFETY: tokens of a tile and heads of a KV head belong to this task alone; `check` proved the length.
-            let target = unsafe { std::slice::from_raw_parts_mut(out.0.add((token * self.heads + head) * dim), dim) };
-            for (o, a) in target.iter_mut().zip(&acc[q * dim..][..dim]) {
-                *o = a * factor;
-            }
-        }
-    }
-
-    /// Scale, softcap and mask in place; `at` is the context index of the first key.
-    #[inline(always)]
-    fn shape_scores(&self, scores: &mut [f32], token: usize, row_start: usize, context: usize, at: usize) {
-        for s in scores.iter_mut() {
-            *s *= self.options.scale;
-        }
-        if let Some(cap) = self.options.softcap {
-            for s in scores.iter_mut() {
-                *s = cap * (*s / cap).tanh();
-            }
-        }
-        let index = context + token - row_start;
-        if let Some(ancestors) = self.rows.ancestors {
-            let bits = ancestors[token];
-            for (j, s) in scores.iter_mut().enumerate() {
-                let key = at + j;
-                let own = key.wrapping_sub(context);
-                let hidden = key >= context && (own >= 64 || bits >> own & 1 == 0);
-                let far = self
-                    .options
-                    .window
-                    .is_some_and(|w| self.position(row_start, context, key) <= self.position_of(token, index) - w);
-                if hidden || far {
-                    *s = f32::NEG_INFINITY;
-                }
-            }
-            return;
-        }
-        if at + scores.len() > index + 1 {
-            for (j, s) in scores.iter_mut().enumerate() {
-                if at + j > index {
-                    *s = f32::NEG_INFINITY;
-                }
-            }
-        }
-        if let Some(window) = self.options.window {
-            for (j, s) in scores.iter_mut().enumerate() {
-                if (at + j) as i64 <= index as i64 - i64::from(window) {
-                    *s = f32::NEG_INFINITY;
-                }
-            }
-        }
-    }
-
-    /// Position of a key: committed tokens stand at their index, a tree's own tokens where `positions` says.
-    fn position(&self, row_start: usize, context: usize, key: usize) -> i32 {
-        if key < context { key as i32 } else { self.position_of(row_start + key - context, key) }
-    }
-
-    fn position_of(&self, token: usize, index: usize) -> i32 {
-        self.rows.positions.get(token).copied().unwrap_or(index as i32)
-    }
-}
-
-/// `scores[j]` = query . key j: the plain form, for other processors and head sizes.
-fn dots<E: Element>(query: &[f32], keys: &[E], stride: usize, scores: &mut [f32]) {
-    for (j, score) in scores.iter_mut().enumerate() {
-        let key = &keys[j * stride..][..query.len()];
-        *score = query.iter().zip(key).map(|(q, k)| q * k.to_f32()).sum();
-    }
-}
-
-/// Add a block of keys to a query's running softmax: the plain form.
-fn absorb<E: Element>(scores: &[f32], values: &[E], stride: usize, acc: &mut [f32], maximum: &mut f32, sum: &mut f32) {
-    let top = scores.iter().fold(*maximum, |a, &b| a.max(b));
-    if top == f32::NEG_INFINITY {
-        return; // everything so far is masked
-    }
-    if top > *maximum {
-        let shrink = (*maximum - top).exp();
-        *sum *= shrink;
-        for a in acc.iter_mut() {
-            *a *= shrink;
-        }
-        *maximum = top;
-    }
-    for (j, score) in scores.iter().enumerate() {
-        let weight = (score - top).exp();
-        *sum += weight;
-        for (a, v) in acc.iter_mut().zip(&values[j * stride..]) {
-            *a += weight * v.to_f32();
-        }
-    }
 }

@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::attention::KEYS;
+use crate::attention_task::KEYS;
 
 /// Eight stored numbers as float32.
 pub trait Load8: Copy {
@@ -51,23 +51,30 @@ pub unsafe fn dots<E: Load8>(query: &[f32], keys: &[E], stride: usize, count: us
                 acc[3] = _mm256_fmadd_ps(x, E::load8(row[3].add(d)), acc[3]);
                 d += 8;
             }
-            let pairs = _mm256_hadd_ps(_mm256_hadd_ps(acc[0], acc[1]), _mm256_hadd_ps(acc[2], acc[3]));
-            let sums = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
-            _mm_storeu_ps(scores.as_mut_ptr().add(j), sums);
+            _mm_storeu_ps(scores.as_mut_ptr().add(j), sums_of_four(acc));
             j += 4;
         }
-        while j < count {
-            let row = k.add(j * stride);
-            let mut acc = _mm256_setzero_ps();
+        // The last few are added up in the same order: a key's score must not depend on how many keys follow it.
+        let mut acc = [_mm256_setzero_ps(); 4];
+        for (i, acc) in acc[..count - j].iter_mut().enumerate() {
+            let row = k.add((j + i) * stride);
             let mut d = 0;
             while d < dim {
-                acc = _mm256_fmadd_ps(_mm256_loadu_ps(q.add(d)), E::load8(row.add(d)), acc);
+                *acc = _mm256_fmadd_ps(_mm256_loadu_ps(q.add(d)), E::load8(row.add(d)), *acc);
                 d += 8;
             }
-            scores[j] = sum(acc);
-            j += 1;
+        }
+        if j < count {
+            _mm_storeu_ps(scores.as_mut_ptr().add(j), sums_of_four(acc));
         }
     }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn sums_of_four(acc: [__m256; 4]) -> __m128 {
+    let pairs = _mm256_hadd_ps(_mm256_hadd_ps(acc[0], acc[1]), _mm256_hadd_ps(acc[2], acc[3]));
+    _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1))
 }
 
 #[inline]
@@ -86,7 +93,7 @@ fn largest(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)))
 }
 
-/// As `crate::exp::exp`, eight at a time.
+/// e^x, eight at a time; 0 below -87. Polynomial and constants of Cephes' expf (Moshier).
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn exp(x: __m256) -> __m256 {

@@ -3,6 +3,7 @@
 //! threads that write disjoint parts of one output. Knows no rows' histories, no scheduling, no Python.
 
 pub mod attention;
+mod attention_task;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 pub mod pages;
