@@ -21,7 +21,7 @@ from specbatch.control.records import (
     StepStats,
 )
 from specbatch.control.row_groups import RowMix
-from specbatch.control.scoring import Gauges, OutputLengths, draft_prefill_seconds, step_parts
+from specbatch.control.scoring import CATCH_UP_CHUNK, Gauges, OutputLengths, step_parts
 
 MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
 MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
@@ -71,13 +71,7 @@ class Learner:
         steps = max(stats.steps, 1)
         seconds = stats.seconds / steps
         if stats.kind == STEP_DRAFT_PREFILL:
-            predicted = draft_prefill_seconds(self.cost) * stats.tokens
-            if predicted > 0 and stats.seconds > 0:
-                ratio = min(max(stats.seconds / predicted, 0.1), 10.0)
-                if stats.method == METHOD_DRAFT_SHADOW:
-                    self.draft_probe_factor *= (ratio / self.draft_probe_factor) ** 0.5
-                else:
-                    self.draft_prefill_factor *= (ratio / self.draft_prefill_factor) ** 0.3
+            self._learn_draft_prefill(stats, steps)
         if stats.kind != STEP_DECODE or stats.rows <= 0:
             return
         self.decode_steps += stats.steps
@@ -93,6 +87,18 @@ class Learner:
         passes = {stats.k: stats.draft_tokens / steps / stats.k} if stats.k and stats.method == METHOD_DRAFT else {}
         parts = step_parts(self.cost, rows, stats.tokens / steps, stats.context / steps, passes)
         self.correction.observe(arm, parts, seconds, stats.steps, stats.draft_seconds / steps)
+
+    def _learn_draft_prefill(self, stats: StepStats, steps: int) -> None:
+        """What reading tokens with the draft really takes. Steps of a few tokens say little of what many cost."""
+        predicted = steps * self.cost.draft(stats.rows / steps, stats.tokens / steps, stats.context / steps)
+        if predicted <= 0.0 or stats.seconds <= 0.0:
+            return
+        ratio = min(max(stats.seconds / predicted, 0.1), 10.0)
+        weight = 1.0 - 0.5 ** (stats.tokens / CATCH_UP_CHUNK)
+        if stats.method == METHOD_DRAFT_SHADOW:
+            self.draft_probe_factor *= (ratio / self.draft_probe_factor) ** weight
+        else:
+            self.draft_prefill_factor *= (ratio / self.draft_prefill_factor) ** weight
 
     def _learn_coverage(self, observation: Observation, modes: dict[int, Arm]) -> None:
         """Rows that drafted over rows that should have; drifts back to 1 while nobody drafts."""

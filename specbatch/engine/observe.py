@@ -120,7 +120,7 @@ class PolicyDriver:
             info.max_draft_tokens,
             rows=info.num_rows,
             tokens=info.draft_num_tokens if catch_up else info.num_tokens,
-            context=info.total_seq_len,
+            context=info.draft_num_tokens if catch_up else info.total_seq_len,
             seconds=seconds,
             draft_rows=draft_rows,
             draft_tokens=info.num_draft_tokens,
