@@ -1,7 +1,10 @@
 """What the job layer costs around an engine: rows a second on one core, memory, reuse, and how long an engine waits.
 
     python benchmarks/job_overhead.py                      # stand-in model, 1,000,000 rows
-    python benchmarks/job_overhead.py --model FOLDER --prompts FILE.parquet   # adds the idle share of a real engine
+    python benchmarks/job_overhead.py --model FOLDER --prompts FILE.parquet   # adds a real tokenizer, and a real engine
+
+With a real tokenizer the stand-in engine takes so many rows a second: its idle share says up to what speed of engine the
+tokenizer, ahead in its threads, keeps up. Then the real engine's own idle share on the same file.
 
 Every case runs in a process of its own, pinned to one core (not the one with a real model), so that memory and CPU time
 are its own. CPU seconds count the stand-in too, which answers at once; its share is printed beside them.
@@ -24,6 +27,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specbatch.job.options import EngineFactory
+
+TOKENIZED_ROWS = 10_000
+ENGINE_RATES = (100, 300, 1000)  # rows a second
+IDLE = ("engine_seconds", "idle_share")
+
 
 def make_table(path: Path, rows: int, changed: float, row_group: int) -> None:
     """Short prompts, an id, and a wide column that is only carried along."""
@@ -45,6 +54,14 @@ def resident(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
+def paced_engine(rows_per_second: int, max_model_len: int) -> EngineFactory:
+    """An engine that finishes this many rows a second and leaves the processor alone meanwhile, as one on a GPU does."""
+    from specbatch.standin import StandInEngine, StandInSettings
+
+    settings = StandInSettings(capacity=64, delay=64 / rows_per_second)
+    return lambda context: StandInEngine(settings, max_model_len=max_model_len)
+
+
 def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run one job in this process and say what it took. Called in the child."""
     from specbatch.job.options import JobOptions
@@ -60,6 +77,8 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         from specbatch.engine_options import EngineOptions
 
         target, factory = make_target(EngineOptions(model=arguments["model"]))
+        if rate := arguments.get("engine_rows_per_second"):
+            factory = paced_engine(rate, target.max_model_len)
     options = JobOptions(
         inputs=(arguments["table"],),
         output=Path(arguments["output"]),
@@ -80,6 +99,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         "rows_per_second": round(result.rows / wall),
         "engine_seconds": round(result.engine_busy_seconds, 2),
         "memory_growth_mib": round((resident("VmHWM") - before) / 1024),
+        "prompt_tokens_per_second": round(result.prompt_tokens / max(result.generation_seconds, 1e-9)),
         "idle_share": round(1 - result.engine_busy_seconds / max(result.generation_seconds, 1e-9), 4),
     }
 
@@ -120,8 +140,21 @@ def main() -> None:
         )
         show("2 % changed, the rest from last night", figures, ("rows_computed", "reused", *speed))
         if options.model and options.prompts:
+            table = pq.read_table(options.prompts, columns=["prompt"])
+            copies = max(1, TOKENIZED_ROWS // table.num_rows)
+            pq.write_table(pa.concat_tables([table] * copies), work / "copies.parquet", row_group_size=1000)
+            for rate in ENGINE_RATES:
+                figures = child(
+                    table=str(work / "copies.parquet"),
+                    output=str(work / f"paced-{rate}"),
+                    model=options.model,
+                    engine_rows_per_second=rate,
+                    deduplicate=False,
+                )
+                name = f"real tokenizer, engine of {rate:,} rows/s"
+                show(name, figures, ("rows", "rows_per_second", "prompt_tokens_per_second", *IDLE))
             figures = child(table=options.prompts, output=str(work / "real"), model=options.model)
-            show("real model and tokenizer", figures, ("rows", "wall_seconds", "engine_seconds", "idle_share"))
+            show("real model and tokenizer", figures, ("rows", "wall_seconds", *IDLE))
     finally:
         shutil.rmtree(work)
 

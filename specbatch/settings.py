@@ -120,7 +120,8 @@ _IDLE: Final[tuple[_Pair, ...]] = (
      "nothing is drafted"),
     (("log-interval",), "progress", lambda s: s.value("progress") in ("none", "bar"), "no lines are printed"),
     (("show",), "log-format", lambda s: s.value("log-format") == "json", "every line on stderr is an object"),
-    (("compression",), "format", lambda s: s.value("format") == "openai-batch", "JSON lines are not compressed"),
+    (("compression", "keep-columns", "output-prefix"), "format", lambda s: s.value("format") == "openai-batch",
+     "the output is JSON lines of one shape"),
     (("system",), "chat", lambda s: s.value("chat") == "off", "prompts are used as they are"),
 )  # fmt: skip
 _NEUTRAL: Final = {"top-k": 0, "top-p": 1.0, "min-p": 0.0, "num-speculative-tokens": 0}

@@ -229,6 +229,8 @@ def test_variables_take_every_option() -> None:
         ({"speculate": "off", "num-speculative-tokens": "3"}, "--num-speculative-tokens has no effect"),
         ({"top-p": "0.9"}, "--top-p has no effect: decoding is greedy at temperature 0"),
         ({"log-interval": "3s", "progress": "none"}, "--log-interval has no effect"),
+        ({"keep-columns": ["a"], "format": "openai-batch"}, "--keep-columns has no effect: the output is JSON lines"),
+        ({"output-prefix": "p_", "format": "openai-batch"}, "--output-prefix has no effect"),
         ({"restart": True, "retry-failed": True}, "--restart and --retry-failed contradict"),
     ],
 )

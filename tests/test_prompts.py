@@ -261,6 +261,8 @@ class TestOpenAIRequests:
         assert (request.messages, request.prompt, request.params) == (user, None, {"max_tokens": 5})
         request = parse_request(self.line(prompt="once", temperature=0.5, n=1), 1, False)
         assert (request.messages, request.prompt, request.params) == (None, "once", {"temperature": 0.5})
+        nothing = self.line(prompt="a", tools=[], tool_choice="none", top_logprobs=0, logprobs=False, echo=False)
+        assert parse_request(nothing, 1, False).params == {}
 
     @pytest.mark.parametrize(
         ("line", "code"),
@@ -273,7 +275,8 @@ class TestOpenAIRequests:
             ('{"body": {"prompt": "a", "messages": []}}', "invalid_request"),
             ('{"body": {"messages": "hi"}}', "invalid_messages"),
             ('{"body": {"prompt": "a", "n": 2}}', "invalid_parameters"),
-            ('{"body": {"prompt": "a", "tools": []}}', "invalid_parameters"),
+            ('{"body": {"prompt": "a", "tools": [{"type": "function"}]}}', "invalid_parameters"),
+            ('{"body": {"prompt": "a", "response_format": {"type": "json_object"}}}', "invalid_parameters"),
             ('{"body": {"prompt": "a", "logprobs": true}}', "invalid_parameters"),
         ],
     )

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specbatch.errors import ExitCode, SchemaError
+from specbatch.errors import ExitCode, InputUnreadable, SchemaError
 from specbatch.job.answers import COUNTERS, answer_schema, from_outcomes
 from specbatch.job.columns import plan_output
 from specbatch.job.options import JobOptions
@@ -193,6 +193,42 @@ class TestOpenAIBatch:
             None, None, "empty_prompt", None, "invalid_parameters", "invalid_request",
         ]  # fmt: skip
         assert rows[2]["response"] is None
+
+    def test_lines_nobody_meant(self, tmp_path: Path) -> None:
+        """A byte order mark is no error; what has no UTF-8 is one, and keeps its name."""
+        lines = [
+            b'\xef\xbb\xbf{"custom_id": "first", "body": {"prompt": "a"}}\r',
+            b'{"custom_id": "bytes", "body": {"prompt": "\xff\xfe"}}',
+            b'{"custom_id": "half", "body": {"prompt": "a \\ud800"}}',
+            b'{"custom_id": 7, "body": {"prompt": "a", "tools": [], "response_format": {"type": "text"}}}',
+            b'{"custom_id": "deep", "body": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            b'{"custom_id": "cut", "body": {"pro',
+        ]
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(b"\n".join(lines))
+        run(path, tmp_path / "out", format="openai-batch")
+        rows = [json.loads(line) for line in parts(tmp_path / "out")[0].read_text().splitlines()]
+        assert [row["custom_id"] for row in rows] == ["first", "bytes", "half", "7", "0-4", "0-5"]
+        assert [row["error"]["code"] if row["error"] else None for row in rows] == [
+            None, "invalid_utf8", "invalid_utf8", None, "invalid_request", "invalid_request",
+        ]  # fmt: skip
+        run(path, tmp_path / "table")
+        assert [row["request"] is None for row in read(tmp_path / "table")] == [False, True, False, False, False, False]
+
+    @pytest.mark.parametrize(
+        ("content", "what"),
+        [
+            (b"\x1f\x8b\x08\x00rest", "compressed"),
+            (b'[{"custom_id": "a"},\n{"custom_id": "b"}]', "one JSON array"),
+            (b"\xef\xbb\xbf[\n  {}\n]", "one JSON array"),
+            (b"PAR1...", "Parquet"),
+        ],
+    )
+    def test_a_file_of_another_kind_is_refused_whole(self, tmp_path: Path, content: bytes, what: str) -> None:
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(InputUnreadable, match=what):
+            run(path, tmp_path / "out", format="openai-batch")
 
     def test_json_lines_into_parquet(self, tmp_path: Path) -> None:
         run(self.lines(tmp_path), tmp_path / "out")

@@ -5,12 +5,16 @@ A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "b
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
+from specbatch.errors import InputUnreadable
 
 BLOCK_ROWS = 1024  # lines that act as one row group
 SLICE_BYTES = 8 * 2**20
@@ -18,7 +22,10 @@ SCHEMA = pa.schema([("custom_id", pa.string()), ("request", pa.large_string())])
 
 
 class JsonlFile:
-    """One file. Reads it once to find the lines; `request` holds a line as it is (invalid UTF-8 replaced)."""
+    """One file. Reads it once to find the lines; `request` holds a line as it is, null where it is not valid UTF-8.
+
+    Raises InputUnreadable for what is no JSON lines at all: each line of it would be an error of its own.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,6 +35,8 @@ class JsonlFile:
         offset = 0
         with open(path, "rb") as file:
             for line in file:
+                if offset == 0:
+                    _require_lines(path, line)
                 if not line.isspace():
                     if not self.row_groups or self.row_groups[-1] == BLOCK_ROWS:
                         self.row_groups.append(0)
@@ -40,7 +49,7 @@ class JsonlFile:
         if num_groups == 0:
             return
         left = sum(self.row_groups[first_group : first_group + num_groups])
-        lines: list[str] = []
+        lines: list[bytes] = []
         size = 0
         with open(self.path, "rb") as file:
             file.seek(self._offsets[first_group])
@@ -51,7 +60,7 @@ class JsonlFile:
                 if line.isspace():
                     continue
                 left -= 1
-                lines.append(line.decode("utf-8", "replace").strip())
+                lines.append(line.removeprefix(codecs.BOM_UTF8).strip())
                 size += len(line)
                 if size >= SLICE_BYTES or len(lines) == BLOCK_ROWS or not left:
                     yield len(lines), _columns(lines, names)
@@ -60,20 +69,39 @@ class JsonlFile:
             yield len(lines), _columns(lines, names)
 
 
-def _columns(lines: list[str], names: Sequence[str]) -> dict[str, Any]:
+def _require_lines(path: Path, first: bytes) -> None:
+    if first.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")):
+        raise InputUnreadable(f"cannot read {path}: it is compressed", hint="unpack it first")
+    if first.startswith(b"PAR1"):
+        raise InputUnreadable(f"cannot read {path}: it is Parquet, by its content", hint="name it .parquet")
+    if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)", first):
+        hint = f"one object a line: jq -c '.[]' {path} > lines.jsonl"
+        raise InputUnreadable(f"cannot read {path}: it is one JSON array, not JSON lines", hint=hint)
+
+
+def _columns(lines: list[bytes], names: Sequence[str]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     if "custom_id" in names:
         columns["custom_id"] = pa.array([_custom_id(line) for line in lines], pa.string())
     if "request" in names:
-        columns["request"] = pa.array(lines, pa.large_string())
+        columns["request"] = pa.array([_text(line) for line in lines], pa.large_string())
     return columns
 
 
-def _custom_id(line: str) -> str | None:
+def _text(line: bytes) -> str | None:
     try:
-        value = json.loads(line)["custom_id"]
+        return line.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _custom_id(line: bytes) -> str | None:
+    try:
+        value = json.loads(line.decode("utf-8", "replace"))["custom_id"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     if not isinstance(value, str):
         return None
     return value.encode("utf-8", "replace").decode()  # lone surrogates cannot be stored

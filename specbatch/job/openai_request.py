@@ -27,6 +27,18 @@ _HARMLESS: Final = frozenset(
         "safety_identifier",
     }
 )
+# Accepted with the value that asks for nothing, refused with any other.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "best_of": (1,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ def parse_request(line: str, n: int, logprobs: bool) -> BatchRequest:
         raise RequestProblem("invalid_messages", "body.messages must be a list")
     params = {}
     for name, value in body.items():
-        if value is None or name in _HARMLESS:
+        if value is None or name in _HARMLESS or value in _NEUTRAL.get(name, ()):
             continue
         name = _RENAMED.get(name, name)
         if name == "logprobs":

@@ -206,6 +206,9 @@ class PromptBuilder:
         special: list[bool] = []
         params: list[RowParams] = []
         for row, line in enumerate(piece.columns["request"].to_pylist()):
+            if line is None:
+                outcomes.error(row, "invalid_utf8", "the line is not valid UTF-8")
+                continue
             if len(line) > self._max_row_bytes:
                 outcomes.error(row, *_too_large("request", len(line), self._max_row_bytes))
                 continue
@@ -226,7 +229,12 @@ class PromptBuilder:
                 continue
             if text is None:
                 continue
-            texts.append(text.encode("utf-8", "replace").decode())
+            try:
+                text.encode()  # lone surrogates (from JSON escapes) have no UTF-8
+            except UnicodeEncodeError as error:
+                outcomes.error(row, "invalid_utf8", str(error))
+                continue
+            texts.append(text)
             rows.append(row)
             special.append(request.messages is None)
             params.append(row_params)
