@@ -1,4 +1,4 @@
-"""`specbatch plan`: options in, tables and pictures out. The arithmetic is in plan.py, the drawing in plan_show.py."""
+"""`specbatch plan`: options in, tables and pictures out. The arithmetic is in plan.py, the wording in plan_show.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _print(values: dict[str, Any]) -> int:
     from specbatch.models.builtin import builtin_paths
     from specbatch.plan import PlanRequest, load_shape, make_plan
     from specbatch.plan_gpus import find_gpu
-    from specbatch.plan_show import to_text, write_html, write_plot
+    from specbatch.plan_show import chart, to_text, write_html
 
     if "draft_model" in values and "model" not in values:
         raise UsageError("--draft-model needs --model: the built-in model brings its draft")
@@ -55,7 +55,7 @@ def _print(values: dict[str, Any]) -> int:
     found = make_plan(request)
     try:
         if plot is not None:
-            write_plot(found, plot)
+            chart(found).write(plot)
         if page is not None:
             write_html(found, page)
     except OSError as error:

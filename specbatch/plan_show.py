@@ -1,32 +1,14 @@
 """A plan as text tables, as a picture and as one self-contained HTML page.
 
-Owns wording and drawing. Knows no arithmetic beyond rounding. matplotlib is used for PNG and PDF when it is installed;
-SVG and HTML need nothing.
+Owns the wording. Knows no arithmetic beyond rounding, and of drawing only what is to be drawn.
 """
 
 from __future__ import annotations
 
-import html
-import importlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from specbatch.charts import Chart, Table, write_page
 from specbatch.plan import Plan
-
-SVG = 'xmlns="http://www.w3.org/2000/svg"'
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2")
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of text cells; the first column is left aligned, the others right."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
 
 
 def tables(plan: Plan) -> list[Table]:
@@ -36,93 +18,22 @@ def tables(plan: Plan) -> list[Table]:
 
 def to_text(plan: Plan) -> str:
     """All tables in plain text."""
-    return "\n\n".join(_text(table) for table in tables(plan)) + "\n"
+    return "\n\n".join(table.to_text() for table in tables(plan)) + "\n"
+
+
+def chart(plan: Plan) -> Chart:
+    """Speed-up over rows, a line an acceptance."""
+    lines = {f"acceptance {acceptance}": points for acceptance, points in _lines(plan).items()}
+    return Chart(_headline(plan), "rows at once", "tokens a second over AR, at the best k", lines, 1.0, "x")
 
 
 def write_html(plan: Plan, path: str | Path) -> None:
     """One page with the picture and the tables, nothing loaded from elsewhere."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>specbatch plan</title>",
-        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-        "table{border-collapse:collapse;margin:.5rem 0 1.5rem}td,th{padding:.15rem .7rem;text-align:right}"
-        "td:first-child,th:first-child{text-align:left}tr:nth-child(even){background:#8881}"
-        "th{border-bottom:1px solid #888}svg{max-width:100%;height:auto;background:#fff}</style>",
-        f"<h1>{html.escape(_headline(plan))}</h1>",
-        to_svg(plan),
-    ]
-    for table in tables(plan):
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.header)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in table.rows)
-        note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
-        parts.append(f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{body}</table>{note}")
-    Path(path).write_text("\n".join(parts) + "</html>\n", encoding="utf-8")
+    write_page(path, "specbatch plan", chart(plan), tables(plan))
 
 
-def write_plot(plan: Plan, path: str | Path) -> None:
-    """Speed-up over rows, a line an acceptance. .svg needs nothing; .png and .pdf need matplotlib.
-
-    Raises ValueError for another ending, or where matplotlib is needed and not installed.
-    """
-    path = Path(path)
-    if path.suffix == ".svg":
-        path.write_text(to_svg(plan), encoding="utf-8")
-        return
-    if path.suffix not in (".png", ".pdf"):
-        raise ValueError(f"plot must end in .svg, .png or .pdf, got {path.name!r}")
-    try:
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 4.5), layout="constrained")
-    except ImportError:
-        raise ValueError(
-            f"{path.suffix} needs matplotlib (pip install 'specbatch[plot]'); .svg needs nothing"
-        ) from None
-    axes = figure.add_subplot()
-    for colour, (acceptance, points) in zip(COLOURS, _lines(plan).items(), strict=False):
-        axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=f"acceptance {acceptance}")
-    axes.axhline(1.0, color="#666", linewidth=1)
-    axes.set(xlabel="rows at once", ylabel="tokens/s over AR", title=_headline(plan))
-    axes.set_xscale("log", base=2)
-    axes.legend()
-    figure.savefig(path)
-
-
-def to_svg(plan: Plan) -> str:
-    """The same picture as SVG."""
-    width, height, left, bottom, right, top = 760, 400, 60, 46, 150, 34
-    lines = _lines(plan)
-    if not lines:
-        return f'<svg {SVG} viewBox="0 0 {width} 30"><text x="8" y="20">no row fits</text></svg>'
-    most = max(r for points in lines.values() for r, _ in points)
-    high = max(2.0, math.ceil(2 * max(x for points in lines.values() for _, x in points)) / 2)
-
-    def at(rows: float, ratio: float) -> str:
-        x = left + (width - left - right) * math.log2(max(rows, 1)) / max(math.log2(most), 1.0)
-        return f"{x:.1f},{height - bottom - (height - bottom - top) * ratio / high:.1f}"
-
-    parts = [
-        f'<svg {SVG} viewBox="0 0 {width} {height}" font-family="system-ui,sans-serif" '
-        f'font-size="12"><text x="{left}" y="18" font-size="14">{html.escape(_headline(plan))}</text>'
-    ]
-    for i in range(int(high * 2) + 1):
-        ratio = i / 2
-        y = at(1, ratio).split(",")[1]
-        stroke = "#333" if ratio == 1.0 else "#ccc"
-        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y}" y2="{y}" stroke="{stroke}"/>')
-        parts.append(f'<text x="{left - 8}" y="{y}" dy="4" text-anchor="end">{ratio:g}x</text>')
-    for rows in sorted({r for points in lines.values() for r, _ in points}):
-        x = at(rows, 0).split(",")[0]
-        parts.append(f'<text x="{x}" y="{height - bottom + 18}" text-anchor="middle">{rows}</text>')
-    parts.append(f'<text x="{left}" y="{height - 8}">rows at once; tokens a second over AR at the best k</text>')
-    for i, (acceptance, points) in enumerate(lines.items()):
-        colour = COLOURS[i % len(COLOURS)]
-        path = " ".join(at(r, x) for r, x in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        place = f'x="{width - right + 12}" y="{top + 18 * i + 10}"'
-        parts.append(f'<text {place} fill="{colour}">acceptance {acceptance}</text>')
-    return "".join(parts) + "</svg>"
-
-
-def _lines(plan: Plan) -> dict[float, list[tuple[int, float]]]:
-    lines: dict[float, list[tuple[int, float]]] = {}
+def _lines(plan: Plan) -> dict[float, list[tuple[float, float]]]:
+    lines: dict[float, list[tuple[float, float]]] = {}
     for (acceptance, rows), (ratio, _) in sorted(plan.speedup.items()):
         lines.setdefault(acceptance, []).append((rows, ratio))
     return lines
@@ -187,20 +98,6 @@ def _limits(plan: Plan) -> Table:
 def _rules(plan: Plan) -> Table:
     cells = tuple((rule.text, "holds" if rule.holds else "does not hold", rule.found) for rule in plan.rules)
     return Table("Rules of thumb, tested", ("rule", "here", "because"), cells)
-
-
-def _text(table: Table) -> str:
-    lines: Sequence[tuple[str, ...]] = (table.header, *table.rows)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
-
-    def show(line: tuple[str, ...]) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[0] = line[0].ljust(widths[0])
-        return "  ".join(cells).rstrip()
-
-    body = [show(line) for line in lines]
-    body.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join([table.title, *body, *([table.note] if table.note else [])])
 
 
 def _gigabytes(count: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 from specbatch.control.simulate import EAGLE_LIKE, H100_8B
 from specbatch.plan import PlanRequest, estimate_parameters, load_shape, make_plan, round_tokens, shape_of
 from specbatch.plan_gpus import GPUS, find_gpu
-from specbatch.plan_show import tables, to_svg, to_text, write_html, write_plot
+from specbatch.plan_show import chart, tables, to_text, write_html
 
 LLAMA_2_70B: dict[str, Any] = {
     "model_type": "llama",
@@ -173,15 +173,15 @@ def test_shown_as_text_json_svg_and_html(tmp_path: Path) -> None:
     text = to_text(plan)
     assert [table.title for table in tables(plan)] == [p.splitlines()[0] for p in text.strip().split("\n\n")]
     assert json.loads(json.dumps(plan.to_json()))["memory"]["rows_speculative"] == 237
-    assert ElementTree.fromstring(to_svg(plan)).tag.endswith("svg")
+    assert ElementTree.fromstring(chart(plan).to_svg()).tag.endswith("svg")
     write_html(plan, tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "<svg" in page
     assert not re.search(r"(src|href)=|url\(", page)  # self-contained
-    write_plot(plan, tmp_path / "plan.svg")
+    chart(plan).write(tmp_path / "plan.svg")
     ElementTree.parse(tmp_path / "plan.svg")
     with pytest.raises(ValueError, match=r"\.svg, \.png"):
-        write_plot(plan, tmp_path / "plan.gif")
+        chart(plan).write(tmp_path / "plan.gif")
 
 
 def test_png_needs_matplotlib_and_says_so(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_png_needs_matplotlib_and_says_so(tmp_path: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         with pytest.raises(ValueError, match="matplotlib"):
-            write_plot(plan, tmp_path / "plan.png")
+            chart(plan).write(tmp_path / "plan.png")
     else:
-        write_plot(plan, tmp_path / "plan.png")
+        chart(plan).write(tmp_path / "plan.png")
         assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
