@@ -115,6 +115,20 @@ class Engine:
             self.core.abort(handle)
         self.take_finished()
 
+    def use_policy(self, policy: SpeculationPolicy, max_num_seqs: int | None = None) -> None:
+        """Go on under another policy and with another limit of running rows, as if new: for comparisons. Raises ValueError
+        while rows are unfinished."""
+        if self._live:
+            raise ValueError(f"{len(self._live)} rows are unfinished: the policy can be changed between jobs only")
+        self._forget_step()
+        self.core.clear_prefix_cache()
+        self.core.set_speculation(_core.METHOD_NONE, 0)
+        self.core.set_shadow_ngram(0)
+        self.core.set_max_num_seqs(max_num_seqs or self.plan.max_num_seqs)
+        self.core.take_acceptance()
+        self._num_rows = 0
+        self._policy = PolicyDriver(policy, self.core, draft_probe(self.parts))
+
     @property
     def num_unfinished(self) -> int:
         """Rows that still run or wait, and those that nobody took yet."""
