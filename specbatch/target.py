@@ -31,7 +31,6 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 # Options that no engine of this version acts on: refused rather than ignored. A test holds this table to the code.
 IDLE_OPTIONS: Final[Mapping[str, str]] = {
     "quantize": "weights are used as they are in this version",
-    "cuda_graphs": "every step runs eagerly in this version",
 }
 
 

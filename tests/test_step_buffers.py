@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specbatch.engine.step_buffers import Bucket, StepArrays, row_buckets
+from specbatch.engine.step_buffers import StepArrays
 
 
 def make() -> StepArrays:
@@ -51,7 +51,7 @@ def test_the_core_accepts_them() -> None:
     assert arrays.core is arrays.core
 
 
-def test_metadata_is_cut_to_the_step_or_padded_to_a_bucket() -> None:
+def test_metadata_is_cut_to_the_step() -> None:
     arrays = make()
     cut = arrays.metadata(INFO)
     assert [len(t) for t in (cut.query_start_loc, cut.seq_lens, cut.positions, cut.slot_mapping)] == [4, 3, 7, 7]
@@ -60,26 +60,35 @@ def test_metadata_is_cut_to_the_step_or_padded_to_a_bucket() -> None:
     draft = arrays.metadata(INFO, draft=True)
     assert draft.block_tables.shape == (3, 2)
     assert (draft.num_tokens, draft.max_query_len, draft.max_seq_len) == (2, 1, 9)
-    padded = arrays.metadata(INFO, bucket=Bucket(4, 4))
-    assert [len(t) for t in (padded.query_start_loc, padded.seq_lens, padded.positions)] == [5, 4, 16]
-    assert (padded.num_rows, padded.num_tokens) == (3, 7)
-    assert padded.positions.data_ptr() == arrays.device["positions"].data_ptr()
 
 
-def test_buckets_hold_the_step_and_are_the_smallest_that_do() -> None:
-    arrays = make()
-    assert arrays.row_buckets == (1, 2, 4, 8, 10)
-    assert arrays.bucket_for(1, 1) == Bucket(1, 1)
-    assert arrays.bucket_for(3, 6) == Bucket(4, 7)
-    assert arrays.bucket_for(9, 2) == Bucket(10, 2)
-    assert arrays.bucket_for(9, 5) is None, "50 tokens are more than the buffers hold"
-    assert arrays.bucket_for(11, 1) is None
-    assert arrays.bucket_for(1, 10) is None
-
-
-@pytest.mark.parametrize("most", [1, 3, 8, 64, 100, 256, 700])
-def test_row_buckets_rise_to_the_maximum(most: int) -> None:
-    buckets = row_buckets(most)
-    assert buckets[-1] == most
-    assert list(buckets) == sorted(set(buckets))
-    assert all(b <= 2 * a or b - a <= 4 for a, b in pairwise(buckets))
+def test_a_step_copies_its_rows_and_the_columns_it_can_reach() -> None:
+    """Over a mirror: what a step may read equals the host's arrays, whatever the widths of its tables."""
+    rng = np.random.default_rng(0)
+    arrays = StepArrays(
+        max_num_seqs=6, max_num_tokens=30, max_num_logits=30, pages_per_row=40, draft_pages_per_row=9,
+        block_size=4, draft_block_size=16, mirror=True,
+    )  # fmt: skip
+    arrays.packed_device.fill_(-7)
+    for rows, length, draft_length, drafts in ((6, 160, 0, 0), (3, 13, 15, 2), (2, 30, 140, 4), (1, 1, 1, 1)):
+        for array in arrays.host.values():
+            array[...] = rng.integers(0, 1000, array.shape)
+        info = SimpleNamespace(
+            num_rows=rows, max_seq_len=length, draft_num_tokens=rows if drafts else 0,
+            draft_max_seq_len=draft_length, max_draft_tokens=drafts,
+        )  # fmt: skip
+        before = arrays.device["draft_block_tables"].clone()
+        arrays.to_device(info)
+        arrays.await_copy()
+        for name, host in arrays.host.items():
+            device = arrays.device[name].numpy()
+            if name == "block_tables":
+                columns = -(-length // 4)
+                assert (device[:rows, :columns] == host[:rows, :columns]).all()
+            elif name == "draft_block_tables" and drafts:
+                columns = -(-(draft_length + drafts) // 16)
+                assert (device[:rows, :columns] == host[:rows, :columns]).all()
+            elif name == "draft_block_tables":
+                assert (device == before.numpy()).all(), "copied though no draft runs"
+            else:
+                assert (device == host).all()

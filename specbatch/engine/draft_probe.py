@@ -91,7 +91,7 @@ class DraftProbe:
         index = np.concatenate(wanted)
         if len(index) == 0:
             return ()
-        arrays.to_device(count)
+        arrays.to_device(info)
         device = arrays.device["draft_input_ids"].device
         at = torch.from_numpy(index).to(device)
         row = torch.from_numpy(np.repeat(np.arange(count), [len(w) for w in wanted])).to(device)

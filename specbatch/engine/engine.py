@@ -12,23 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbatch import _core
 from specbatch._core import Scheduler, StepInfo
 from specbatch.engine.draft_probe import draft_probe
+from specbatch.engine.eager import EagerSteps, StepOutcome
 from specbatch.engine.observe import PolicyDriver, SpeculationPolicy
 from specbatch.engine.parts import EngineParts
-from specbatch.engine.rejection import failed_rows, verify_coupled, verify_rejection
 from specbatch.engine.results import ResultCollector
-from specbatch.engine.sampler import draft_prefix, processed_probs, row_of_logit, sample
-from specbatch.engine.sampling_state import RowParams
 from specbatch.errors import OutOfMemory
 from specbatch.requests import EngineProgress, FinishedRows, RequestBatch
 from specbatch.sampling_params import SamplingParams
-from specbatch.speculators.base import Proposal
 
 _NO_STEP = 0
+_NOTHING = np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
 class Engine:
@@ -46,7 +43,9 @@ class Engine:
         self.core: Scheduler = parts.core
         self.arrays = parts.arrays
         self.sampling = parts.sampling
-        self._rows: RowParams = self.sampling.new_rows(self.plan.max_num_seqs)
+        self._rows = parts.rows
+        self._graphs = parts.graphs
+        self._eager = EagerSteps(parts)
         self._policy = PolicyDriver(policy, self.core, draft_probe(parts))
         self._results = ResultCollector(
             max_model_len=self.max_model_len, num_pages=self.plan.num_pages, block_size=self.plan.layout.block_size
@@ -54,7 +53,9 @@ class Engine:
         self._progress = EngineProgress(pages_total=self.plan.num_pages - 1)
         self._info: StepInfo | None = None
         self._step_id = _NO_STEP
-        self._no_result()
+        self._result = _NOTHING
+        self._launched: tuple[StepInfo, float] | None = None  # a step on the device, and the host's seconds for it
+        self._row_numbers = np.arange(self.plan.max_num_seqs)
         self._num_rows = 0  # of the last step, for the policy
         self._live: set[int] = set()  # handles that nobody took yet
         self.on_step: Callable[[StepInfo, float], None] | None = None  # profiling hook: shape and seconds of a step
@@ -137,34 +138,33 @@ class Engine:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one step. False when there is nothing to run: everything is finished."""
-        start = time.perf_counter()
-        probing = self._policy.decide(*self._last_rows())  # counted by the driver, not as part of this step
-        self._progress.busy_seconds += probing
-        start += probing
-        info = self._advance()
-        if info.kind == _core.STEP_IDLE:
-            return False
-        draft_seconds = 0.0
+        """Run one step. False when there is nothing to run: everything is finished.
+
+        A decode step that graphs serve is only launched: its result is awaited by the next call, so that what the caller
+        does in between costs the device nothing.
+        """
         try:
-            if info.kind == _core.STEP_DRAFT_PREFILL:
-                self._catch_up(info)
-            elif info.kind == _core.STEP_PREFILL:
-                self._prefill(info)
-            else:
-                draft_seconds = self._decode(info)
+            self._settle()
+            self.arrays.await_copy()
+            self._progress.busy_seconds += self._policy.decide(
+                *self._last_rows()
+            )  # what a probe took; no part of a step
+            start = time.perf_counter()
+            info = self._advance()
+            if info.kind == _core.STEP_IDLE:
+                return False
+            self._run(info, start)
         except torch.OutOfMemoryError as error:
             self._forget_step()
-            raise OutOfMemory(f"the device ran out of memory with {info.num_rows} rows: {error}") from error
+            raise OutOfMemory(f"the device ran out of memory with {self._rows_at_work()} rows: {error}") from error
         except RuntimeError as error:
             self._forget_step()
             if "allocate memory" in str(error):  # the CPU allocator's words
-                raise OutOfMemory(f"out of memory with {info.num_rows} rows: {error}") from error
+                raise OutOfMemory(f"out of memory with {self._rows_at_work()} rows: {error}") from error
             raise
         except BaseException:
             self._forget_step()
             raise
-        self._note(info, time.perf_counter() - start, draft_seconds)
         return True
 
     def _advance(self) -> StepInfo:
@@ -176,134 +176,100 @@ class Engine:
         self._step_id = info.step_id if info.kind != _core.STEP_IDLE else _NO_STEP
         return info
 
-    def _catch_up(self, info: StepInfo) -> None:
-        assert self.parts.speculator is not None
-        self.arrays.to_device()
-        self.parts.speculator.prefill(info, self.arrays)
-
-    def _prefill(self, info: StepInfo) -> None:
-        arrays, count = self.arrays, info.num_rows
-        arrays.to_device()
-        ids = arrays.device["input_ids"][: info.num_tokens]
-        metadata = arrays.metadata(info)
-        starts = arrays.host["logits_start_loc"][: count + 1]
-        num_sampled = np.diff(starts)
-        tokens = np.zeros((count, 1), np.int32)
-        if info.num_logits == 0:
-            self.parts.runner.forward_hidden(ids, metadata)
+    def _run(self, info: StepInfo, start: float) -> None:
+        """Do a step, or launch it. `start`: when its work on the host began."""
+        if info.kind == _core.STEP_DRAFT_PREFILL:
+            self._eager.catch_up(info)
+            self._note(info, self._result[1], time.perf_counter() - start, 0.0)
+            return
+        params = self.sampling.gather(self.arrays.host["seq_index"][: info.num_rows], self._rows)
+        if info.kind == _core.STEP_PREFILL:
+            self._take(info, self._eager.prefill(info, params), start)
+        elif self._graphs is None or not self._graphs.runner.enabled or info.method == _core.METHOD_EXTERNAL:
+            self._take(info, self._eager.decode(info, params), start)
         else:
-            params = self._gather(count)
-            indices = arrays.device["logits_indices"][: info.num_logits]
-            logits = self.parts.runner.forward(ids, metadata, indices)
-            rows = row_of_logit(arrays.device["logits_start_loc"][: count + 1], info.num_logits)
-            samples = sample(logits, params, rows, metadata.positions[indices.long()])
-            with_token = np.flatnonzero(num_sampled)
-            tokens[with_token, 0] = samples.token_ids.cpu().numpy()
-            self._commit(params, tokens, num_sampled, samples.logprobs, starts)
-        self._set_result(tokens, num_sampled, np.zeros(count, np.int32))
+            captured = self._graphs.runner.capture_seconds
+            bucket = self._graphs.launch(info, draft=info.method == _core.METHOD_DRAFT)
+            if params.any_penalty:
+                step = self._graphs.step
+                self.sampling.commit(params, step.tokens(bucket), step.num_sampled(bucket))
+            captured = self._graphs.runner.capture_seconds - captured
+            self._launched = info, time.perf_counter() - start - captured
 
-    def _decode(self, info: StepInfo) -> float:
-        """One committed token a row and its drafts: propose, run, verify. Returns the seconds spent proposing."""
-        arrays, count = self.arrays, info.num_rows
-        arrays.to_device()
-        params = self._gather(count)
-        proposal, draft_seconds = None, 0.0
-        if info.method in (_core.METHOD_DRAFT, _core.METHOD_EXTERNAL) and info.num_draft_tokens:
-            assert self.parts.speculator is not None
-            begin = time.perf_counter()
-            proposal = self.parts.speculator.propose(info, arrays, params)
-            draft_seconds = time.perf_counter() - begin
-        ids = arrays.device["input_ids"][: info.num_tokens]
-        metadata = arrays.metadata(info)
-        logits = self.parts.runner.forward(ids, metadata, arrays.device["logits_indices"][: info.num_logits])
-        num_draft = proposal.num_draft if proposal else arrays.device["num_draft_tokens"][:count]
-        tokens, num_sampled, logprobs = self._verify(info, logits, params, proposal, num_draft)
-        tokens_host, num_sampled_host = tokens.cpu().numpy(), num_sampled.cpu().numpy()
-        num_draft_host = num_draft.cpu().numpy() if proposal else arrays.host["num_draft_tokens"][:count]
-        self._commit(params, tokens_host, num_sampled_host, logprobs, arrays.host["logits_start_loc"][: count + 1])
-        self._set_result(np.maximum(tokens_host, 0), num_sampled_host, num_draft_host)
-        return draft_seconds
+    def _settle(self) -> None:
+        """Take the result of a launched step, if there is one."""
+        if self._launched is None:
+            return
+        assert self._graphs is not None
+        info, seconds = self._launched
+        self._launched = None
+        start = time.perf_counter()
+        result = self._graphs.wait()
+        outcome = StepOutcome(
+            token_ids=result.token_ids,
+            num_sampled=np.ascontiguousarray(result.num_sampled),
+            num_draft=self.arrays.host["num_draft_tokens"][: info.num_rows],
+            logprobs=result.logprobs,
+            draft_seconds=result.draft_seconds,
+        )
+        waited = time.perf_counter() - start
+        self._take(info, outcome, time.perf_counter() - seconds - result.seconds)
+        self._progress.busy_seconds += waited - result.seconds  # the caller's own work hid the rest
 
-    def _verify(
-        self, info: StepInfo, logits: Tensor, params: RowParams, proposal: Proposal | None, num_draft: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Committed tokens [R, width], their number [R] and logprobs of the packed samples."""
-        arrays, count = self.arrays, info.num_rows
-        ids = arrays.device["input_ids"][: info.num_tokens]
-        starts = arrays.device["query_start_loc"][: count + 1]
-        positions = arrays.device["positions"][: info.num_tokens]
-        width = info.max_draft_tokens + 1
-        rows = row_of_logit(starts, info.num_tokens)
-        prior = draft_prefix(ids, starts, rows, width) if params.any_penalty and width > 1 else None
-        if self.parts.rejection and info.num_draft_tokens and not params.all_greedy:
-            probs = processed_probs(logits, params, rows, positions, prior_ids=prior)
-            seed = params.seed(torch.arange(count, device=ids.device))
-            draft_probs = proposal.probs if proposal else None
-            tokens, num_sampled = verify_rejection(probs, draft_probs, ids, starts, num_draft, seed, positions, width)
-            logprobs = torch.log_softmax(logits, dim=-1) if params.any_logprobs else None
-            if logprobs is not None:
-                logprobs = _packed_logprobs(logprobs, tokens, starts, num_sampled)
-            return tokens, num_sampled, logprobs
-        samples = sample(logits, params, rows, positions, prior_ids=prior)
-        tokens, num_sampled = verify_coupled(samples.token_ids, ids, starts, num_draft, width)
-        return tokens, num_sampled, samples.logprobs
+    # -- results ---------------------------------------------------------------------------------------------------
 
-    # -- between the steps -----------------------------------------------------------------------------------------
+    def _take(self, info: StepInfo, outcome: StepOutcome, start: float) -> None:
+        """File what a step found; the core hears of it at the next step."""
+        if outcome.logprobs is not None:
+            self._note_logprobs(outcome)
+        num_sampled = outcome.num_sampled
+        last = outcome.token_ids[self._row_numbers[: len(num_sampled)], np.maximum(num_sampled, 1) - 1]
+        if last.min(initial=0) < 0:  # a failed sample ends its row's run
+            self._fail_rows(np.flatnonzero((last < 0) & (num_sampled > 0)))
+        # A copy: the array it comes from is refilled by the very call that reads it.
+        self._result = outcome.token_ids, num_sampled, outcome.num_draft.copy()
+        self._note(info, num_sampled, time.perf_counter() - start, outcome.draft_seconds)
 
-    def _gather(self, count: int) -> RowParams:
-        return self.sampling.gather(self.arrays.host["seq_index"][:count], self._rows)
+    def _note_logprobs(self, outcome: StepOutcome) -> None:
+        assert outcome.logprobs is not None
+        host, num_sampled = self.arrays.host, outcome.num_sampled
+        handles, starts = host["seq_index"][: len(num_sampled)], host["logits_start_loc"]
+        for row in np.flatnonzero(self.sampling.wants_logprobs(handles) & (num_sampled > 0)).tolist():
+            handle, begin = int(handles[row]), int(starts[row])
+            position = int(host["positions"][host["logits_indices"][begin]])
+            values = outcome.logprobs[begin : begin + int(num_sampled[row])].copy()
+            self._results.note_logprobs(handle, position + 1 - self.sampling.prompt_len(handle), values)
 
-    def _commit(
-        self,
-        params: RowParams,
-        tokens: NDArray[np.int32],
-        num_sampled: NDArray[np.int32],
-        logprobs: Tensor | None,
-        starts: NDArray[np.int32],
-    ) -> None:
-        """Penalty counts, logprobs, and rows whose token could not be sampled."""
-        if params.any_penalty:
-            device = self.arrays.device["input_ids"].device
-            self.sampling.commit(params, torch.from_numpy(tokens).to(device), torch.from_numpy(num_sampled).to(device))
-        handles = self.arrays.host["seq_index"]
-        if logprobs is not None:
-            values, positions = logprobs.float().cpu().numpy(), self.arrays.host["positions"]
-            asked = self.sampling.wants_logprobs(handles[: len(num_sampled)]) & (num_sampled > 0)
-            for row in np.flatnonzero(asked).tolist():
-                handle, begin = int(handles[row]), int(starts[row])
-                first = int(positions[self.arrays.host["logits_indices"][begin]]) + 1 - self.sampling.prompt_len(handle)
-                self._results.note_logprobs(handle, first, values[begin : begin + int(num_sampled[row])].copy())
-        if (tokens < 0).any():
-            failed = failed_rows(torch.from_numpy(tokens), torch.from_numpy(num_sampled)).numpy()
-            for row in np.flatnonzero(failed).tolist():
-                handle = int(handles[row])
-                self._results.note_error(handle, "engine_error", "the model gave no finite logits for the next token")
-                self.core.abort(handle)
-
-    def _set_result(
-        self, tokens: NDArray[np.int32], num_sampled: NDArray[np.int32], num_draft: NDArray[np.int32]
-    ) -> None:
-        # Copies: the arrays they come from are refilled by the very call that reads them.
-        self._result = (np.ascontiguousarray(np.maximum(tokens, 0)), num_sampled.astype(np.int32), num_draft.copy())
+    def _fail_rows(self, rows: NDArray[np.int64]) -> None:
+        for row in rows.tolist():
+            handle = int(self.arrays.host["seq_index"][row])
+            self._results.note_error(handle, "engine_error", "the model gave no finite logits for the next token")
+            self.core.abort(handle)
 
     def _no_result(self) -> None:
-        self._result = (np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        self._result = _NOTHING
 
     def _forget_step(self) -> None:
         """The outstanding step is dropped: nothing of it is committed, its pages are as before."""
+        self._launched = None
+        if self._graphs is not None:
+            self._graphs.drop()
         if self._step_id != _NO_STEP:
             self.core.abort_step(self._step_id)
             self._step_id = _NO_STEP
             self._no_result()
 
+    def _rows_at_work(self) -> int:
+        return self._info.num_rows if self._info is not None else 0
+
     def _last_rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         host = self.arrays.host
         return host["seq_index"][: self._num_rows], host["seq_lens"][: self._num_rows]
 
-    def _note(self, info: StepInfo, seconds: float, draft_seconds: float) -> None:
+    def _note(self, info: StepInfo, num_sampled: NDArray[np.int32], seconds: float, draft_seconds: float) -> None:
         self._num_rows = info.num_rows if info.kind != _core.STEP_DRAFT_PREFILL else 0
         draft_rows = int(np.count_nonzero(self.arrays.host["num_draft_tokens"][: info.num_rows]))
-        _, num_sampled, num_draft = self._result
+        num_draft = self._result[2]
         self._policy.note_step(info, seconds, draft_seconds, draft_rows)
         if info.kind == _core.STEP_DECODE:
             self._policy.note_drafts(info.method, self.arrays.host["seq_index"], num_draft, num_sampled)
@@ -368,13 +334,3 @@ def stop_arrays(params: list[SamplingParams]) -> dict[str, Any]:
 
 def _offsets(lengths: Any) -> NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(np.fromiter(lengths, np.int64)))).astype(np.int64)
-
-
-def _packed_logprobs(logprobs: Tensor, tokens: Tensor, starts: Tensor, num_sampled: Tensor) -> Tensor:
-    """Log probabilities [T] of the committed tokens at the packed place they were sampled at."""
-    column = torch.arange(tokens.shape[1], device=tokens.device)
-    packed = (starts[:-1, None].long() + column).clamp(max=logprobs.shape[0] - 1)
-    inside = column < num_sampled[:, None]
-    result = logprobs.new_zeros(logprobs.shape[0])
-    result[packed[inside]] = logprobs[packed[inside], tokens[inside].long()]
-    return result

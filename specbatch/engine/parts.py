@@ -12,14 +12,18 @@ import numpy as np
 import torch
 
 from specbatch._core import Scheduler
-from specbatch.attention.registry import AttentionNeeds, pick_backend
+from specbatch.attention.registry import AttentionNeeds, BackendChoice, pick_backend
+from specbatch.engine.decode_graphs import DecodeGraphs
+from specbatch.engine.graphs import Capturer, CudaCapturer, GraphRunner
 from specbatch.engine.kv_cache import PagedKVCache
 from specbatch.engine.model_runner import ModelRunner
 from specbatch.engine.plan import EnginePlan
+from specbatch.engine.row_params import RowParams
 from specbatch.engine.sampling_state import SamplingState
+from specbatch.engine.static_step import StaticStep
 from specbatch.engine.step_buffers import StepArrays
 from specbatch.engine_options import EngineOptions
-from specbatch.models.loading import load_model
+from specbatch.models.loading import LoadedModel, load_model
 from specbatch.models.support import ModelShape
 from specbatch.models.tokenizer import HFTokenizer
 from specbatch.speculators.base import Speculator
@@ -34,11 +38,14 @@ class EngineParts:
     core: Scheduler
     arrays: StepArrays
     sampling: SamplingState
+    rows: RowParams  # of the step at hand
     cache: PagedKVCache
     runner: ModelRunner
     speculator: Speculator | None  # the one that proposes in Python, if any
     rejection: bool  # verification by min(1, p/q) instead of coupled samples
     attention: str  # backend and why
+    graphs: DecodeGraphs | None = None  # decode steps padded and replayed; None: they run as they come
+    graphs_off: str = ""  # why there are none
 
     def describe(self) -> dict[str, Any]:
         plan = self.plan.describe()
@@ -46,6 +53,7 @@ class EngineParts:
             **plan,
             "attention": self.attention,
             "speculator": self.speculator and self.speculator.name,
+            "cuda_graphs": self.graphs.describe() if self.graphs else {"enabled": False, "reason": self.graphs_off},
             "resolved": {"dtype": plan["dtype"]},  # choices that change results: a resume repeats them
         }
 
@@ -53,24 +61,60 @@ class EngineParts:
         """Let go of models and pages (the device's memory returns when nothing else refers to them)."""
         self.arrays.device.clear()
         self.speculator = None
+        if self.graphs is not None:
+            self.graphs.runner.turn_off("the engine is closed")
+            self.graphs = None
         self.cache.storage = torch.empty(0)
         if self.plan.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
+@dataclass(slots=True)
+class Models:
+    """What takes long to load and outlives a change of the page pool."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+    attention: BackendChoice
+    draft_attention: BackendChoice | None
+
+
 def build_parts(plan: EnginePlan, options: EngineOptions, tokenizer: HFTokenizer | None = None) -> EngineParts:
     """Load the models and allocate the pages. Raises ValueError naming what does not fit, OutOfMemoryError of torch."""
     tokenizer = tokenizer or HFTokenizer(plan.model)
+    models = load_models(plan, options)
+    if plan.device.type == "cuda" and options.kv_memory_bytes is None:
+        from specbatch.engine.memory_fit import CudaMeter, fit_pages
+
+        plan = fit_pages(plan, options, models, tokenizer, CudaMeter(plan.device))
+    parts = assemble(plan, options, models, tokenizer)
+    parts.graphs_off = why_no_graphs(plan, options, models)
+    if not parts.graphs_off:
+        parts.graphs = make_graphs(parts, CudaCapturer(plan.device))
+        parts.graphs.prepare()
+    return parts
+
+
+def load_models(plan: EnginePlan, options: EngineOptions) -> Models:
+    def backend(shape: ModelShape) -> BackendChoice:
+        return pick_backend(plan.device, plan.dtype, _needs(shape), options.attention)
+
+    target = load_model(plan.model, plan.device, plan.dtype)
+    if plan.draft_model is None:
+        return Models(target, None, backend(plan.target), None)
+    assert plan.draft is not None
+    draft = load_model(plan.draft_model, plan.device, plan.dtype)
+    return Models(target, draft, backend(plan.target), backend(plan.draft))
+
+
+def assemble(plan: EnginePlan, options: EngineOptions, models: Models, tokenizer: HFTokenizer) -> EngineParts:
+    """Everything of an engine over loaded models, which it takes over, without graphs."""
     cache = PagedKVCache(plan.layout, plan.num_pages, plan.device)
-    backend = pick_backend(plan.device, plan.dtype, _needs(plan.target), options.attention)
-    runner = ModelRunner(load_model(plan.model, plan.device, plan.dtype), cache.pages("target"), backend.backend)
+    runner = ModelRunner(models.target, cache.pages("target"), models.attention.backend)
     speculator: Speculator | None = None
-    if plan.draft_model is not None:
-        assert plan.draft is not None
-        draft_backend = pick_backend(plan.device, plan.dtype, _needs(plan.draft), options.attention)
-        draft_runner = ModelRunner(
-            load_model(plan.draft_model, plan.device, plan.dtype), cache.pages("draft"), draft_backend.backend
-        )
+    if models.draft is not None:
+        assert models.draft_attention is not None
+        draft_runner = ModelRunner(models.draft, cache.pages("draft"), models.draft_attention.backend)
         speculator = DraftModelSpeculator(
             draft_runner, plan.layout.draft_block_size, with_probs=options.verification == "rejection"
         )
@@ -89,6 +133,13 @@ def build_parts(plan: EnginePlan, options: EngineOptions, tokenizer: HFTokenizer
         prefix_cache=options.prefix_cache,
     )
     core.set_token_bytes(*tokenizer.token_bytes(runner.vocab_size))
+    sampling = SamplingState(
+        plan.max_num_seqs,
+        runner.vocab_size,
+        plan.device,
+        run_seed=options.seed,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
     return EngineParts(
         plan=plan,
         core=core,
@@ -98,21 +149,49 @@ def build_parts(plan: EnginePlan, options: EngineOptions, tokenizer: HFTokenizer
             max_num_logits=plan.max_num_seqs * (plan.max_speculative_tokens + 1),
             pages_per_row=plan.pages_per_row,
             draft_pages_per_row=plan.draft_pages_per_row,
+            block_size=plan.layout.block_size,
+            draft_block_size=plan.layout.draft_block_size,
             device=plan.device,
         ),
-        sampling=SamplingState(
-            plan.max_num_seqs,
-            runner.vocab_size,
-            plan.device,
-            run_seed=options.seed,
-            eos_token_ids=tokenizer.eos_token_ids,
-        ),
+        sampling=sampling,
+        rows=sampling.new_rows(plan.max_num_seqs),
         cache=cache,
         runner=runner,
         speculator=speculator,
         rejection=options.verification == "rejection",
-        attention=backend.reason,
+        attention=models.attention.reason,
     )
+
+
+def why_no_graphs(plan: EnginePlan, options: EngineOptions, models: Models) -> str:
+    """Why decode steps of such an engine run as they come; empty: graphs serve them."""
+    if plan.device.type != "cuda":
+        return "graphs are for CUDA devices"
+    if options.cuda_graphs == "off":
+        return "asked for"
+    if options.verification == "rejection":
+        return "rejection verification keeps whole distributions of drafts, which graphs do not"
+    for choice in (models.attention, models.draft_attention):
+        if choice is not None and choice.backend.name != "triton":
+            return f"{choice.backend.name} attention looks at lengths on the host"
+    return ""
+
+
+def make_graphs(parts: EngineParts, capturer: Capturer | None, off_reason: str | None = None) -> DecodeGraphs:
+    """Decode steps of the parts, padded to few shapes and captured by `capturer` (None: run eagerly all the same)."""
+    plan, sampling = parts.plan, parts.sampling
+    draft = parts.speculator.runner if isinstance(parts.speculator, DraftModelSpeculator) else None
+    step = StaticStep(
+        parts.arrays,
+        parts.rows,
+        parts.runner,
+        draft,
+        max_speculative_tokens=plan.max_speculative_tokens,
+        max_model_len=plan.max_model_len,
+        draft_block_size=plan.layout.draft_block_size,
+    )
+    runner = GraphRunner(capturer, off_reason)
+    return DecodeGraphs(step, runner, max_num_seqs=plan.max_num_seqs, generation=lambda: sampling.generation)
 
 
 def _needs(shape: ModelShape) -> AttentionNeeds:

@@ -6,7 +6,7 @@ Knows nothing of requests or steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class EnginePlan:
     max_rows_ar: int  # rows of full context that fit the pages without a draft
     max_rows_speculative: int  # the same with a draft table each
     weight_bytes: int
+    activation_bytes: int  # what a full step needs; estimated, on CUDA measured
+    graph_bytes: int = 0  # what captured graphs hold, measured
 
     @property
     def pages_per_row(self) -> int:
@@ -68,6 +70,8 @@ class EnginePlan:
             "dtype_reason": self.dtype_reason,
             "threads": self.threads,
             "weight_bytes": self.weight_bytes,
+            "activation_bytes": self.activation_bytes,
+            "graph_bytes": self.graph_bytes,
             "block_size": self.layout.block_size,
             "draft_block_size": self.layout.draft_block_size,
             "num_pages": self.num_pages,
@@ -116,17 +120,14 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     )
     tokens = max(max_num_batched_tokens, max_num_seqs * (max_k + 1))
     activation = tokens * target.hidden_size * itemsize * 16 + max_num_seqs * (max_k + 1) * target.vocab_size * 4 * 3
-    row_pages = -(-max_model_len // block_size)
-    draft_row_pages = -(-draft_max_model_len // layout.draft_block_size) if layout.draft_block_size else 0
-    wanted = max_num_seqs * (row_pages + draft_row_pages) + 1
     budget = kv_budget(options, device, weight_bytes + activation)
-    num_pages = min(layout.pages_for(budget), wanted)
-    if num_pages < 2:
+    fitting = layout.pages_for(budget)
+    if fitting < 2:
         raise ValueError(
             f"the KV memory of {budget / GIB:.2f} GiB holds no page of {layout.page_bytes} bytes: raise --kv-memory, "
             "free memory on the device, or use a smaller model"
         )
-    return EnginePlan(
+    plan = EnginePlan(
         model=str(model),
         draft_model=str(draft_model) if draft_model else None,
         target=target,
@@ -136,15 +137,32 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         dtype_reason=dtype_reason,
         threads=threads,
         layout=layout,
-        num_pages=num_pages,
+        num_pages=fitting,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         draft_max_model_len=draft_max_model_len,
         max_speculative_tokens=max(max_k, 1),
-        max_rows_ar=(num_pages - 1) // row_pages,
-        max_rows_speculative=(num_pages - 1) // (row_pages + draft_row_pages),
+        max_rows_ar=0,
+        max_rows_speculative=0,
         weight_bytes=weight_bytes,
+        activation_bytes=activation,
+    )
+    return with_pages(plan, min(fitting, wanted_pages(plan)))
+
+
+def wanted_pages(plan: EnginePlan) -> int:
+    """Pages that all rows at their longest use, the null page included."""
+    return plan.max_num_seqs * (plan.pages_per_row + plan.draft_pages_per_row) + 1
+
+
+def with_pages(plan: EnginePlan, num_pages: int) -> EnginePlan:
+    """The plan over another number of pages, the null page included."""
+    return replace(
+        plan,
+        num_pages=num_pages,
+        max_rows_ar=(num_pages - 1) // plan.pages_per_row,
+        max_rows_speculative=(num_pages - 1) // (plan.pages_per_row + plan.draft_pages_per_row),
     )
 
 
@@ -169,7 +187,11 @@ def kv_budget(options: EngineOptions, device: torch.device, reserved: int) -> in
     """Bytes for the pages: as asked, or a share of what is free once weights and activations have theirs."""
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes
-    free = max(free_memory(device) - reserved, 0)
+    return kv_share(options, device, max(free_memory(device) - reserved, 0))
+
+
+def kv_share(options: EngineOptions, device: torch.device, free: int) -> int:
+    """Of `free` bytes, those that become pages."""
     if options.kv_memory_fraction is not None:
         return int(free * options.kv_memory_fraction)
     return int(free * 0.9) if device.type == "cuda" else min(int(free * 0.4), CPU_KV_LIMIT)

@@ -6,11 +6,13 @@ Runs over the real pages, which nobody owns yet, with made-up tokens. Knows noth
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from typing import Literal
 
 import torch
 
 from specbatch.attention.backend import AttentionMetadata
+from specbatch.engine.graphs import CudaCapturer, Function, GraphRunner
 from specbatch.engine.model_runner import ModelRunner
 from specbatch.engine.parts import EngineParts
 
@@ -20,6 +22,8 @@ class StepMeasure:
 
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
+        self._repeated: tuple[Hashable, GraphRunner] | None = None  # the graph of the shape timed last
+        self._captured: Function | None = None
 
     def __call__(self, kind: Literal["target", "draft"], rows: int, tokens_per_row: int, context: int) -> float:
         """Seconds of one pass with logits (and, for the target, the choice of tokens) of all packed tokens."""
@@ -30,12 +34,30 @@ class StepMeasure:
         wanted = torch.arange(rows * tokens_per_row, dtype=torch.int32, device=ids.device)
         if kind == "draft":
             wanted = wanted[tokens_per_row - 1 :: tokens_per_row].contiguous()
+
+        def run() -> None:
+            runner.forward(ids, metadata, wanted).argmax(dim=-1)
+
+        shape = kind, rows, tokens_per_row, context
+        graphs = self._graphs(shape, ids)
+        if graphs.enabled and graphs.num_graphs == 0:
+            graphs.run(shape, run)
+            self._captured = run  # keeps alive the tensors that the graph reads
         self._synchronize()
         start = time.perf_counter()
-        logits = runner.forward(ids, metadata, wanted)
-        logits.argmax(dim=-1)
+        graphs.run(shape, run)
         self._synchronize()
         return time.perf_counter() - start
+
+    def _graphs(self, shape: tuple[str, int, int, int], ids: torch.Tensor) -> GraphRunner:
+        """What runs a shape: a graph where the engine would use one, for decode steps."""
+        decode = shape[2] <= self.parts.plan.max_speculative_tokens + 1
+        if self.parts.graphs is None or not self.parts.graphs.runner.enabled or not decode:
+            return GraphRunner(None)
+        if self._repeated is None or self._repeated[0] != shape:
+            self._repeated = self._captured = None  # its memory first
+            self._repeated = shape, GraphRunner(CudaCapturer(ids.device))
+        return self._repeated[1]
 
     def _model(self, kind: str) -> tuple[ModelRunner, int, int]:
         layout, plan = self.parts.plan.layout, self.parts.plan

@@ -15,6 +15,7 @@ from specbatch.engine.rejection import verify_coupled
 from specbatch.engine.row_params import RowParams
 from specbatch.engine.sampler import draft_prefix, row_of_logit, sample
 from specbatch.engine.step_buffers import Bucket, StepArrays
+from specbatch.speculators.draft_model import as_wide_as
 
 FIRST_PASS_TOKENS = 2  # a draft that has kept up is behind by one token, after full acceptance by two
 
@@ -106,7 +107,7 @@ class StaticStep:
                 logits = self._draft_one(drafts[:, j - 1], positions, wanted > j, tables)
             prior = drafts[:, :j] if params.any_penalty and j > 0 else None
             samples = sample(
-                _as_wide_as(logits, params.vocab), params, row_index, positions, prior_ids=prior, static=True
+                as_wide_as(logits, params.vocab), params, row_index, positions, prior_ids=prior, static=True
             )
             drafts[:, j].copy_(samples.token_ids.clamp(min=0))  # a failed sample is just a poor draft
         self._place_drafts(bucket, drafts, wanted)
@@ -157,9 +158,3 @@ class StaticStep:
             max_query_len=bucket.tokens_per_row,
             max_seq_len=max_seq_len,
         )
-
-
-def _as_wide_as(logits: Tensor, vocab: int) -> Tensor:
-    """A draft with fewer ids than the target never proposes the rest. (More ids are cut by the sampler.)"""
-    missing = vocab - logits.shape[1]
-    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits

@@ -5,7 +5,6 @@ Owns memory and shapes. What the numbers mean is the scheduler's business; on th
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from specbatch._core import StepBuffers
 
 ALIGNMENT = 32  # int32 elements: every array starts on its own 128 bytes
-TOKENS_PER_ROW = (1, 2, 3, 4, 5, 7, 9)  # k + 1 of the k that are tried
 
 
 class StepSizes(Protocol):
@@ -35,6 +33,8 @@ class StepSizes(Protocol):
     def max_query_len(self) -> int: ...
     @property
     def max_seq_len(self) -> int: ...
+    @property
+    def max_draft_tokens(self) -> int: ...
     @property
     def draft_num_tokens(self) -> int: ...
     @property
@@ -55,18 +55,11 @@ class Bucket:
         return self.rows * self.tokens_per_row
 
 
-def row_buckets(max_rows: int) -> tuple[int, ...]:
-    """Row counts graphs are made for: 1, 2, 4, then in steps of 8 to 64, of 16 to 256, of 64 beyond; max_rows last."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 64)]
-    return (*(n for n in steps if n < max_rows), max_rows)
-
-
 class StepArrays:
     """Host and device arrays of one step, named as in specbatch._core.StepBuffers.
 
     `host[name]` is a numpy view (int32, C-contiguous), `device[name]` the tensor a model reads; addresses never change.
-    NOTE: the copy to a GPU is asynchronous, so the host arrays may be refilled only once the device has passed it:
-    after the step's result has been read.
+    NOTE: the copy to a GPU is asynchronous: call `await_copy` before the host arrays are refilled.
     """
 
     def __init__(
@@ -77,10 +70,15 @@ class StepArrays:
         max_num_logits: int,
         pages_per_row: int,
         draft_pages_per_row: int = 0,
+        block_size: int = 0,
+        draft_block_size: int = 0,
         device: torch.device | str = "cpu",
+        mirror: bool = False,
     ) -> None:
+        """Block sizes, where given, let a step copy the used columns of its tables alone. `mirror`: keep two tensors on
+        the CPU too, so that what a GPU needs can be tried without one."""
         rows, tokens = max_num_seqs, max_num_tokens
-        # Block tables come last, a row at a time: to_device copies up to the rows in use.
+        # Block tables come last: of a long context they are the most of it, and to_device copies what is in use.
         self.shapes: dict[str, tuple[int, ...]] = {
             "seq_index": (rows,),
             "query_start_loc": (rows + 1,),
@@ -106,13 +104,17 @@ class StepArrays:
             size += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
         self.device_type = torch.device(device)
         cuda = self.device_type.type == "cuda"
-        self.row_buckets = row_buckets(rows)
-        self.max_num_tokens = tokens
+        self._block_sizes = {"block_tables": block_size, "draft_block_tables": draft_block_size}
         self.packed_host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
-        self.packed_device = torch.zeros(size, dtype=torch.int32, device=device) if cuda else self.packed_host
+        two = cuda or mirror
+        self.packed_device = torch.zeros(size, dtype=torch.int32, device=device) if two else self.packed_host
         self.host: dict[str, NDArray[np.int32]] = {n: self._slice(self.packed_host, n).numpy() for n in self.shapes}
         self.device: dict[str, Tensor] = {n: self._slice(self.packed_device, n) for n in self.shapes}
         self._core: StepBuffers | None = None
+        self._copied = torch.cuda.Event() if cuda and torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        tables = size - self._offsets["draft_block_tables"] if two else 0
+        self._staged = torch.empty(tables, dtype=torch.int32, pin_memory=cuda)
+        self._arrived = torch.empty_like(self._staged, device=device)
 
     def _slice(self, packed: Tensor, name: str) -> Tensor:
         start, shape = self._offsets[name], self.shapes[name]
@@ -127,29 +129,49 @@ class StepArrays:
             self._core = StepBuffers(**self.host)
         return self._core
 
-    def to_device(self, rows: int | None = None) -> None:
-        """One asynchronous copy to the device, of everything or of what `rows` rows use; nothing on the CPU."""
+    def to_device(self, info: StepSizes) -> None:
+        """Copy what the step needs to the device, asynchronously; nothing on the CPU."""
         if self.packed_device is self.packed_host:
             return
-        end = len(self.packed_host)
-        if rows is not None:
-            end = self._offsets["block_tables"] + rows * self.shapes["block_tables"][1]
+        end = self._offsets["draft_block_tables"]
         self.packed_device[:end].copy_(self.packed_host[:end], non_blocking=True)
+        self._copy_tables("block_tables", info.num_rows, info.max_seq_len)
+        if info.draft_num_tokens:
+            self._copy_tables("draft_block_tables", info.num_rows, info.draft_max_seq_len + info.max_draft_tokens)
+        if self._copied is not None:
+            self._copied.record()
 
-    def bucket_for(self, rows: int, tokens_per_row: int) -> Bucket | None:
-        """The smallest bucket that holds such a decode step; None when there is none (the step then runs as it is)."""
-        row, width = bisect_left(self.row_buckets, rows), bisect_left(TOKENS_PER_ROW, tokens_per_row)
-        if row == len(self.row_buckets) or width == len(TOKENS_PER_ROW):
-            return None
-        bucket = Bucket(self.row_buckets[row], TOKENS_PER_ROW[width])
-        return bucket if bucket.tokens <= self.max_num_tokens else None
+    def _copy_tables(self, name: str, rows: int, tokens: int) -> None:
+        """The first `rows` rows of a table, and of them the columns that `tokens` tokens can reach.
 
-    def metadata(self, info: StepSizes, draft: bool = False, bucket: Bucket | None = None) -> AttentionMetadata:
-        """Views for one model's attention: cut to the step, or, with a bucket, padded to its rows and tokens."""
+        Columns past them keep what earlier steps left: nobody reads a table beyond its row's length.
+        """
+        device, host = self.device[name], self.host[name]
+        size, width = self._block_sizes[name], host.shape[1]
+        columns = min(-(-tokens // size), width) if size else width
+        if 2 * columns > width:
+            device[:rows].copy_(torch.from_numpy(host[:rows]), non_blocking=True)
+            return
+        # A copy of columns cannot be asynchronous; packed side by side they can.
+        start = (
+            0 if name == "draft_block_tables" else self._offsets["block_tables"] - self._offsets["draft_block_tables"]
+        )
+        staged = self._staged[start : start + rows * columns].view(rows, columns)
+        np.copyto(staged.numpy(), host[:rows, :columns])
+        arrived = self._arrived[start : start + rows * columns].view(rows, columns)
+        arrived.copy_(staged, non_blocking=True)
+        device[:rows, :columns].copy_(arrived)
+
+    def await_copy(self) -> None:
+        """Return when the last copy to the device is through, and the host arrays may be refilled."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def metadata(self, info: StepSizes, draft: bool = False) -> AttentionMetadata:
+        """Views for one model's attention, cut to the step."""
         prefix = "draft_" if draft else ""
-        num_tokens = info.draft_num_tokens if draft else info.num_tokens
-        rows = bucket.rows if bucket else info.num_rows
-        tokens = bucket.tokens if bucket else num_tokens
+        rows = info.num_rows
+        tokens = info.draft_num_tokens if draft else info.num_tokens
         arrays = self.device
         return AttentionMetadata(
             query_start_loc=arrays[prefix + "query_start_loc"][: rows + 1],
@@ -157,8 +179,8 @@ class StepArrays:
             positions=arrays[prefix + "positions"][:tokens],
             slot_mapping=arrays[prefix + "slot_mapping"][:tokens],
             block_tables=arrays[prefix + "block_tables"][:rows],
-            num_rows=info.num_rows,
-            num_tokens=num_tokens,
+            num_rows=rows,
+            num_tokens=tokens,
             max_query_len=info.draft_max_query_len if draft else info.max_query_len,
             max_seq_len=info.draft_max_seq_len if draft else info.max_seq_len,
         )

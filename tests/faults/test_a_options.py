@@ -160,7 +160,6 @@ def test_engine_options_are_acted_on_or_refused() -> None:
     assert unread - turned == set(IDLE_OPTIONS)
     for given, message in (
         ({"quantize": "int8"}, "--quantize has no effect"),
-        ({"cuda-graphs": "off"}, "--cuda-graphs has no effect"),
         ({"devices": "0,1"}, "--devices: one engine"),
         ({"devices": "all"}, "--devices: one engine"),
     ):

@@ -132,7 +132,7 @@ def test_b13_an_exception_leaves_the_step_undone(
     owner, name = {
         "propose": (engine.parts.speculator, "propose"),
         "target": (engine.parts.runner, "forward"),
-        "verify": (engine, "_verify"),
+        "verify": (engine._eager, "_verify"),
     }[where]
     with monkeypatch.context() as patch:
 
