@@ -5,8 +5,7 @@ The method is FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135
 programs as in flash-decoding, over pages as in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 Words used below: a *query tile* is up to BLOCK_Q query tokens of one row times all GROUP query heads of one KV head,
-laid out token-major in BLOCK_M lanes; a *context tile* is BLOCK_N consecutive context indices of that row. Scores
-live in base 2.
+laid out token-major in BLOCK_M lanes; a *context tile* is BLOCK_N consecutive context indices of that row. Scores live in base 2.
 """
 # mypy: ignore-errors
 # ruff: noqa: SIM102  (a condition that is known when compiling must stand alone)
@@ -78,15 +77,14 @@ def _attend_tile(
     dims = tl.arange(0, HEAD_PAD)
     index = tile * BLOCK_N + lane
     in_use = index < seq_len
+    offset = index % BLOCK_SIZE
     if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one page
         page = tl.load(table_ptr + (tile * BLOCK_N) // BLOCK_SIZE).to(tl.int64)
         offset = (tile * BLOCK_N) % BLOCK_SIZE + lane
+    elif MASKED:
+        page = tl.load(table_ptr + index // BLOCK_SIZE, mask=in_use, other=0).to(tl.int64)
     else:
-        if MASKED:
-            page = tl.load(table_ptr + index // BLOCK_SIZE, mask=in_use, other=0).to(tl.int64)
-        else:
-            page = tl.load(table_ptr + index // BLOCK_SIZE).to(tl.int64)
-        offset = index % BLOCK_SIZE
+        page = tl.load(table_ptr + index // BLOCK_SIZE).to(tl.int64)
     key_at = key_ptr + (page * key_stride_page + offset * TOKEN_STRIDE)[:, None] + dims[None, :]
     value_at = value_ptr + (page * value_stride_page + offset * TOKEN_STRIDE)[:, None] + dims[None, :]
     if MASKED:
