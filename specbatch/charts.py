@@ -47,6 +47,13 @@ class Table:
         body.insert(1, "  ".join("-" * w for w in widths))
         return "\n".join([self.title, *body, *([self.note] if self.note else [])])
 
+    def to_markdown(self) -> str:
+        """As GitHub renders it, the title in bold above."""
+        ruler = ["---", *["--:"] * (len(self.header) - 1)]
+        lines = [self.header, ruler, *self.rows]
+        body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        return "\n".join([f"**{self.title}**", "", *body, *(["", self.note] if self.note else [])])
+
     def to_html(self) -> str:
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in self.rows)

@@ -207,6 +207,12 @@ def _plan(values: dict[str, Any], nothing: list[str]) -> int:
     return plan(values)
 
 
+def _bench(values: dict[str, Any], inputs: list[str]) -> int:
+    from specbatch.bench_command import bench
+
+    return bench(values, inputs)
+
+
 def _doctor(values: dict[str, Any], nothing: list[str]) -> int:
     from specbatch.doctor_command import examine
 
@@ -217,6 +223,7 @@ _HANDLERS: dict[str, Callable[[dict[str, Any], list[str]], int]] = {
     "run": _run,
     "inspect": _inspect,
     "plan": _plan,
+    "bench": _bench,
     "doctor": _doctor,
 }
 

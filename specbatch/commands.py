@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from specbatch.options import RUN_OPTIONS, OptionSpec
+from specbatch.options import BY_NAME, RUN_OPTIONS, OptionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,37 @@ PLAN: Final = CommandSpec(
         ("specbatch plan -m Llama-2-70b --gpus 4 --gpu a100 --context 2048 --html plan.html", "as a page"),
     ),
 )  # fmt: skip
+BENCH: Final = CommandSpec(
+    "bench",
+    "Measure tokens a second on your prompts: rows at once x speculator x k, and auto beside them.",
+    "INPUT...",
+    "Prompts, as for run. Nothing is written beside the figures.",
+    (
+        OptionSpec("rows-at-once", "Measured", "ints", "rows_at_once", "Live rows to measure at.", "N,N", "1,8,64"),
+        OptionSpec("speculators", "Measured", "columns", "speculators", "Of off, ngram, draft, auto.", "A,B",
+                   "all there are"),
+        OptionSpec("k", "Measured", "ints", "k", "Drafts a step, for every forced speculator.", "K,K",
+                   "ngram 1,2,4,8; draft 1,2,4"),
+        OptionSpec("rounds", "Measured", "int", "rounds", "Every setting is run so often, in turn; medians count.", "N",
+                   "3"),
+        OptionSpec("prompts", "Measured", "int", "prompts", "Rows of one measurement.", "N", "as many as run at once"),
+        OptionSpec("synthetic-acceptance", "Measured", "floats", "synthetic",
+                   "Make acceptance up (by draft position), to time a draft you do not have.", "P,P"),
+        OptionSpec("save", "Measured", "path", "save", "Write NAME.json, NAME.md and NAME.svg.", "NAME", "INPUT.bench"),
+        OptionSpec("plot", "Measured", "path", "plot", "The picture elsewhere: .svg, .png or .pdf.", "FILE"),
+        *(BY_NAME[name] for name in (
+            "prompt-column", "messages-column", "template", "chat", "system", "chat-template", "params-column",
+            "max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "ignore-eos",
+            "model", "draft-model", "device", "dtype", "attention", "threads", "profile",
+            "max-num-batched-tokens", "max-model-len", "kv-memory", "block-size", "prefix-cache", "json",
+        )),
+    ),
+    (
+        ("specbatch bench prompts.parquet", "the built-in pair on your prompts"),
+        ("specbatch bench prompts.parquet -m ./Qwen3-8B --draft-model ./Qwen3-0.6B --rows-at-once 1,16,256", "your pair"),
+        ("specbatch bench prompts.parquet --synthetic-acceptance 0.75", "what a better draft would bring"),
+    ),
+)  # fmt: skip
 DOCTOR: Final = CommandSpec(
     "doctor",
     "Try what works on this machine: devices, attention backends, graphs, speculation.",
@@ -98,5 +129,5 @@ DOCTOR: Final = CommandSpec(
     (("specbatch doctor", "before the first night on a new machine"),),
 )
 
-COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT, PLAN, DOCTOR)
+COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT, PLAN, BENCH, DOCTOR)
 BY_COMMAND: Final[dict[str, CommandSpec]] = {command.name: command for command in COMMANDS}

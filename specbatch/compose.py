@@ -60,10 +60,18 @@ def make_policy(
     if options.speculate != "auto":
         method = METHOD_DRAFT if options.speculate == "draft" else METHOD_NGRAM
         return FixedPolicy(method, DEFAULT_K if k is None else k, log=log)
+    return Controller(controller_options(options, parts), step_costs(options, parts, say), log=log)
+
+
+def controller_options(
+    options: EngineOptions, parts: EngineParts, max_num_seqs: int | None = None
+) -> ControllerOptions:
+    """What `auto` may choose from on this engine. max_num_seqs: rows at once, as planned if None."""
+    k = options.num_speculative_tokens
     layout, drafting = parts.plan.layout, parts.speculator is not None
-    choice = ControllerOptions(
+    return ControllerOptions(
         methods=(METHOD_NGRAM, METHOD_DRAFT) if drafting else (METHOD_NGRAM,),
-        max_num_seqs=parts.plan.max_num_seqs,
+        max_num_seqs=max_num_seqs or parts.plan.max_num_seqs,
         ks=KS if k is None else (k,),
         draft_kv_ratio=layout.draft.bytes_per_token / layout.target.bytes_per_token
         if drafting and layout.draft
@@ -71,7 +79,6 @@ def make_policy(
         block_size=layout.block_size,
         can_probe_draft=drafting,
     )
-    return Controller(choice, step_costs(options, parts, say), log=log)
 
 
 def step_costs(options: EngineOptions, parts: EngineParts, say: Say | None = None) -> StepCost:

@@ -102,7 +102,7 @@ def command_help(command: CommandSpec, style: Style) -> str:
     if command.examples:
         lines += [style.bold("Examples"), *_examples(command.examples, style), ""]
     own = [option.panel for option in command.options if option.panel not in PANELS]
-    panels = [p for p in (*PANELS, *dict.fromkeys(own)) if any(o.panel == p for o in command.options)]
+    panels = [p for p in (*dict.fromkeys(own), *PANELS) if any(o.panel == p for o in command.options)]
     for panel in panels:
         rows = [(_left(option), _right(option)) for option in command.options if option.panel == panel]
         if panel == panels[-1]:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 Kind = Literal[
     "text", "path", "file", "int", "float", "switch", "choice", "duration", "size", "memory", "share", "list", "paths",
-    "columns", "ints", "biases", "devices",
+    "columns", "ints", "floats", "biases", "devices",
 ]  # fmt: skip
 
 COLUMNS: Final = "Columns"
@@ -53,7 +53,7 @@ class OptionSpec:
 
     @property
     def repeats(self) -> bool:
-        return self.kind in ("list", "paths", "columns", "ints", "biases")
+        return self.kind in ("list", "paths", "columns", "ints", "floats", "biases")
 
 
 def _o(name: str, panel: str, kind: Kind, field: str, help: str, metavar: str = "", default: str = "", **more: object

@@ -146,6 +146,12 @@ def _ints(spec: OptionSpec, raw: object) -> tuple[int, ...]:
     return tuple(_int(spec, part) for part in parts)
 
 
+def _floats(spec: OptionSpec, raw: object) -> tuple[float, ...]:
+    items = raw if isinstance(raw, list) else [raw]
+    parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
+    return tuple(_float(spec, part) for part in parts)
+
+
 def _biases(spec: OptionSpec, raw: object) -> dict[int, float]:
     allowed = "token=bias, such as 1234=-100"
     if isinstance(raw, dict):
@@ -172,5 +178,5 @@ def _devices(spec: OptionSpec, raw: object) -> tuple[int, ...] | str:
 _PARSERS: Final[Mapping[str, Callable[[OptionSpec, object], object]]] = {
     "text": _text, "path": _path, "file": _path, "int": _int, "float": _float, "switch": _switch,
     "choice": _choice, "duration": _duration, "size": _size, "memory": _memory, "share": _share, "list": _list,
-    "paths": _paths, "columns": _columns, "ints": _ints, "biases": _biases, "devices": _devices,
+    "paths": _paths, "columns": _columns, "ints": _ints, "floats": _floats, "biases": _biases, "devices": _devices,
 }  # fmt: skip
