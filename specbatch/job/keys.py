@@ -15,6 +15,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.job.durable import temporary, writing
+
 Keys = NDArray[np.uint64]  # [n, 2]; (0, 0): no key
 Places = NDArray[np.int64]  # see `place`
 
@@ -163,13 +165,14 @@ def key_path(output: Path, part_stem: str) -> Path:
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Store the keys of one part's rows. Not fsynced: a file that does not check is only not used."""
+    """Store the keys of one part's rows. Not fsynced: a file that does not check is only not used. Raises DiskFull."""
     data = np.ascontiguousarray(keys).tobytes()
     header = _MAGIC + len(keys).to_bytes(8, "little") + zlib.crc32(data).to_bytes(8, "little")
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_bytes(header + data)
-    os.replace(temporary, path)
+    source = temporary(path)
+    with writing(path):
+        source.write_bytes(header + data)
+        os.replace(source, path)
 
 
 def read_keys(path: Path, rows: int) -> Keys | None:
