@@ -11,22 +11,42 @@ use crate::attention_task::Task;
 use crate::pages::{Element, LayerPages};
 
 #[cfg(target_arch = "x86_64")]
-use crate::avx2::Load8;
+use crate::{
+    attention_amx::Tiles,
+    attention_f32::{Floats, Source},
+    attention_groups::Kernel,
+    avx2::Load8,
+};
 
 /// Query tokens of one tile, and at least so many (token, head) pairs, for what is done once for a block of keys.
 const TILE: usize = 16;
 const TILE_PAIRS: usize = 64;
 
-/// What pages may hold.
+/// What pages may hold: float32, or the bits of bfloat16.
 #[cfg(target_arch = "x86_64")]
-pub trait Stored: Element + Load8 {}
-#[cfg(target_arch = "x86_64")]
-impl<E: Element + Load8> Stored for E {}
-/// What pages may hold.
+pub trait Stored: Element + Load8 + Source {
+    /// Whether two bytes each.
+    const HALF: bool;
+    /// The kernel that multiplies tiles, where `HALF`.
+    #[doc(hidden)]
+    type Matrix: Kernel<Self>;
+}
 #[cfg(not(target_arch = "x86_64"))]
-pub trait Stored: Element {}
-#[cfg(not(target_arch = "x86_64"))]
-impl<E: Element> Stored for E {}
+pub trait Stored: Element {
+    const HALF: bool;
+}
+
+impl Stored for f32 {
+    const HALF: bool = false;
+    #[cfg(target_arch = "x86_64")]
+    type Matrix = Floats;
+}
+
+impl Stored for u16 {
+    const HALF: bool = true;
+    #[cfg(target_arch = "x86_64")]
+    type Matrix = Tiles;
+}
 
 /// One step's rows: what `AttentionMetadata` says on the Python side.
 #[derive(Clone, Copy)]
@@ -160,7 +180,7 @@ impl<'a, E: Stored> Prepared<'a, E> {
     /// Use no newer instructions than these, to compare and to test.
     #[must_use]
     pub fn at_most(mut self, path: Path) -> Self {
-        self.path = self.path.min(path).for_dim(self.pages.head_dim);
+        self.path = self.path.min(path).fitting::<E>(self.pages.head_dim);
         self
     }
 

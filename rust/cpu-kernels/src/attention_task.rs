@@ -5,9 +5,11 @@
 
 use crate::attention::{Options, Rows, Shared, Stored};
 #[cfg(target_arch = "x86_64")]
-use crate::avx2;
+use crate::attention_f32::Floats;
 use crate::pages::{Element, LayerPages};
-use crate::simd::has_avx2;
+use crate::simd::{amx_ready, has_avx2, has_avx512};
+#[cfg(target_arch = "x86_64")]
+use crate::{attention_groups, avx2};
 
 /// Keys of one block: their scores stay in registers and the first cache.
 pub(crate) const KEYS: usize = 16;
@@ -17,21 +19,37 @@ pub(crate) const KEYS: usize = 16;
 pub enum Path {
     Plain,
     Avx2,
+    Avx512,
+    /// AMX tiles: bfloat16 pages only; queries and weights are rounded to bfloat16 too.
+    Amx,
 }
 
 impl Path {
-    /// The fastest that this processor has for heads of this size.
+    /// The fastest that this processor has for pages of `E` and heads of this size.
     #[must_use]
     pub fn best<E: Stored>(head_dim: usize) -> Self {
-        if has_avx2() { Path::Avx2.for_dim(head_dim) } else { Path::Plain }
+        let has = if amx_ready() {
+            Path::Amx
+        } else if has_avx512() {
+            Path::Avx512
+        } else if has_avx2() {
+            Path::Avx2
+        } else {
+            Path::Plain
+        };
+        has.fitting::<E>(head_dim)
     }
 
-    /// This one, or the next below that takes heads of this size.
-    pub(crate) fn for_dim(self, head_dim: usize) -> Self {
-        match self {
-            Path::Avx2 if !head_dim.is_multiple_of(8) => Path::Plain,
-            path => path,
-        }
+    /// This one, or the next below that takes such pages and heads.
+    pub(crate) fn fitting<E: Stored>(self, head_dim: usize) -> Self {
+        let fits = |path| match path {
+            Path::Plain => true,
+            Path::Avx2 => head_dim.is_multiple_of(8),
+            Path::Avx512 => head_dim.is_multiple_of(16),
+            Path::Amx => E::HALF && head_dim.is_multiple_of(32),
+        };
+        let below = [Path::Amx, Path::Avx512, Path::Avx2].into_iter().filter(|p| *p <= self);
+        below.into_iter().find(|p| fits(*p)).unwrap_or(Path::Plain)
     }
 }
 
@@ -55,8 +73,12 @@ impl<E: Stored> Task<'_, E> {
     pub fn run(&self, path: Path, out: Shared) {
         match path {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `Path::best` found the instructions.
+            // SAFETY: `Path::best` found the instructions, here and below.
             Path::Avx2 => unsafe { self.avx2(out) },
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => unsafe { attention_groups::run::<E, Floats>(self, out) },
+            #[cfg(target_arch = "x86_64")]
+            Path::Amx => unsafe { attention_groups::run::<E, E::Matrix>(self, out) },
             _ => self.by_query::<false>(out),
         }
     }
@@ -65,6 +87,29 @@ impl<E: Stored> Task<'_, E> {
     #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2(&self, out: Shared) {
         self.by_query::<true>(out);
+    }
+
+    /// A (token, head) pair of the tile: heads of a token are neighbours.
+    pub fn token(&self, pair: usize) -> usize {
+        self.start + pair / self.group
+    }
+
+    pub fn head(&self, pair: usize) -> usize {
+        self.kv_head * self.group + pair % self.group
+    }
+
+    /// Where a pair's numbers begin in the query and in the output.
+    pub fn offset(&self, pair: usize) -> usize {
+        (self.token(pair) * self.heads + self.head(pair)) * self.pages.head_dim
+    }
+
+    /// A token's place in its row.
+    pub fn index(&self, token: usize) -> usize {
+        self.context() + token - self.row_start()
+    }
+
+    fn row_start(&self) -> usize {
+        self.rows.query_start[self.row] as usize
     }
 
     /// Tokens of the row before this step's.
@@ -167,10 +212,7 @@ impl<E: Stored> Task<'_, E> {
                 let key = at + j;
                 let own = key.wrapping_sub(context);
                 let hidden = key >= context && (own >= 64 || bits >> own & 1 == 0);
-                let far = self
-                    .options
-                    .window
-                    .is_some_and(|w| self.position(row_start, context, key) <= self.position_of(token, index) - w);
+                let far = self.options.window.is_some_and(|w| self.position(key) <= self.position_of(token, index) - w);
                 if hidden || far {
                     *s = f32::NEG_INFINITY;
                 }
@@ -194,11 +236,14 @@ impl<E: Stored> Task<'_, E> {
     }
 
     /// Position of a key: committed tokens stand at their index, a tree's own tokens where `positions` says.
-    fn position(&self, row_start: usize, context: usize, key: usize) -> i32 {
-        if key < context { key as i32 } else { self.position_of(row_start + key - context, key) }
+    pub fn position(&self, key: usize) -> i32 {
+        match key.checked_sub(self.context()) {
+            None => key as i32,
+            Some(own) => self.position_of(self.row_start() + own, key),
+        }
     }
 
-    fn position_of(&self, token: usize, index: usize) -> i32 {
+    pub fn position_of(&self, token: usize, index: usize) -> i32 {
         self.rows.positions.get(token).copied().unwrap_or(index as i32)
     }
 }

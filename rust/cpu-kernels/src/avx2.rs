@@ -98,7 +98,7 @@ fn largest(v: __m256) -> f32 {
 #[target_feature(enable = "avx2,fma")]
 fn exp(x: __m256) -> __m256 {
     let floor = _mm256_set1_ps(-87.0);
-    let clamped = _mm256_max_ps(x, floor);
+    let clamped = _mm256_max_ps(floor, x); // in this order a NaN stays
     let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm256_mul_ps(
         clamped,
         _mm256_set1_ps(std::f32::consts::LOG2_E),
@@ -112,7 +112,7 @@ fn exp(x: __m256) -> __m256 {
     let p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, _mm256_add_ps(r, _mm256_set1_ps(1.0)));
     let power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     let result = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-    _mm256_and_ps(result, _mm256_cmp_ps::<_CMP_GE_OQ>(x, floor))
+    _mm256_and_ps(result, _mm256_cmp_ps::<_CMP_NLT_UQ>(x, floor))
 }
 
 /// Add a block of `count` keys to a query's running softmax; `acc.len()` must be a multiple of 8.

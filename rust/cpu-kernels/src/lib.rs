@@ -3,6 +3,14 @@
 //! threads that write disjoint parts of one output. Knows no rows' histories, no scheduling, no Python.
 
 pub mod attention;
+#[cfg(target_arch = "x86_64")]
+mod attention_amx;
+#[cfg(target_arch = "x86_64")]
+mod attention_avx512;
+#[cfg(target_arch = "x86_64")]
+mod attention_f32;
+#[cfg(target_arch = "x86_64")]
+mod attention_groups;
 mod attention_task;
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -1,150 +1,11 @@
 //! The kernel against a slow obvious double-precision reference, over random rows, pages and masks.
 
+mod cases;
+
+use cases::{Numbers, largest_difference, make, paths};
 use proptest::prelude::*;
-use specbatch_cpu_kernels::attention::{Options, Rows, forward};
-use specbatch_cpu_kernels::pages::{LayerPages, write};
-
-struct Case {
-    pages: LayerPages,
-    heads: usize,
-    query_start: Vec<i32>,
-    seq_lens: Vec<i32>,
-    tables: Vec<i32>,
-    pages_per_row: usize,
-    storage: Vec<f32>,
-    query: Vec<f32>,
-}
-
-/// A small generator that needs no crate: numbers in [-1, 1).
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 40) as f32) / (1u32 << 23) as f32 - 1.0
-    }
-}
-
-fn make(rows: &[(usize, usize)], kv_heads: usize, group: usize, head_dim: usize, block_size: usize, seed: u64) -> Case {
-    let mut numbers = Numbers(seed);
-    let layers = 2;
-    let token = kv_heads * head_dim;
-    let page_stride = layers * 2 * block_size * token + 8;
-    let pages = LayerPages {
-        key_offset: 2 * block_size * token,
-        value_offset: 3 * block_size * token,
-        page_stride,
-        block_size,
-        kv_heads,
-        head_dim,
-    };
-    let pages_per_row = rows.iter().map(|&(c, q)| (c + q).div_ceil(block_size)).max().unwrap_or(0) + 1;
-    let mut tables = vec![0i32; rows.len() * pages_per_row];
-    let mut next = 1;
-    // Pages are handed out backwards, so that no row's pages are in order.
-    let total: usize = rows.iter().map(|&(c, q)| (c + q).div_ceil(block_size)).sum();
-    for (r, &(c, q)) in rows.iter().enumerate() {
-        for p in 0..(c + q).div_ceil(block_size) {
-            tables[r * pages_per_row + p] = (total + 1 - next) as i32;
-            next += 1;
-        }
-    }
-    let storage = (0..(total + 1) * page_stride).map(|_| numbers.next()).collect();
-    let mut query_start = vec![0i32];
-    for &(_, q) in rows {
-        query_start.push(query_start.last().unwrap() + q as i32);
-    }
-    let tokens = *query_start.last().unwrap() as usize;
-    let heads = kv_heads * group;
-    let query = (0..tokens * heads * head_dim).map(|_| 3.0 * numbers.next()).collect();
-    let seq_lens = rows.iter().map(|&(c, q)| (c + q) as i32).collect();
-    Case { pages, heads, query_start, seq_lens, tables, pages_per_row, storage, query }
-}
-
-impl Case {
-    fn rows<'a>(&'a self, ancestors: Option<&'a [i64]>, positions: &'a [i32]) -> Rows<'a> {
-        Rows {
-            query_start: &self.query_start,
-            seq_lens: &self.seq_lens,
-            block_tables: &self.tables,
-            pages_per_row: self.pages_per_row,
-            ancestors,
-            positions,
-        }
-    }
-
-    fn at(&self, row: usize, index: usize, head: usize, d: usize, offset: usize) -> f64 {
-        let page = self.tables[row * self.pages_per_row + index / self.pages.block_size] as usize;
-        let place = page * self.pages.page_stride
-            + offset
-            + (index % self.pages.block_size) * self.pages.token_stride()
-            + head * self.pages.head_dim
-            + d;
-        f64::from(self.storage[place])
-    }
-
-    /// `shift` moves the causal border: 0 is right, 1 is the mistake that the test must notice.
-    fn reference(&self, options: &Options<'_>, ancestors: Option<&[i64]>, shift: usize) -> Vec<f64> {
-        let (dim, group) = (self.pages.head_dim, self.heads / self.pages.kv_heads);
-        let mut out = vec![0.0; self.query.len()];
-        for row in 0..self.seq_lens.len() {
-            let (start, end) = (self.query_start[row] as usize, self.query_start[row + 1] as usize);
-            let context = self.seq_lens[row] as usize - (end - start);
-            for token in start..end {
-                let index = context + token - start;
-                for head in 0..self.heads {
-                    let mut scores = Vec::new();
-                    for key in 0..self.seq_lens[row] as usize {
-                        let own = key as i64 - context as i64;
-                        let seen = match ancestors {
-                            Some(bits) => own < 0 || bits[token] >> own & 1 == 1,
-                            None => key <= index + shift,
-                        };
-                        let near = options.window.is_none_or(|w| key as i64 > index as i64 - i64::from(w));
-                        let dot: f64 = (0..dim)
-                            .map(|d| {
-                                f64::from(self.query[(token * self.heads + head) * dim + d])
-                                    * self.at(row, key, head / group, d, self.pages.key_offset)
-                            })
-                            .sum();
-                        let mut s = dot * f64::from(options.scale);
-                        if let Some(cap) = options.softcap {
-                            s = f64::from(cap) * (s / f64::from(cap)).tanh();
-                        }
-                        scores.push(if seen && near { s } else { f64::NEG_INFINITY });
-                    }
-                    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                    let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
-                    let mut total: f64 = weights.iter().sum();
-                    if let Some(sinks) = options.sinks {
-                        total += (f64::from(sinks[head]) - top).exp();
-                    }
-                    for d in 0..dim {
-                        let sum: f64 = weights
-                            .iter()
-                            .enumerate()
-                            .filter(|(_, w)| **w > 0.0)
-                            .map(|(key, w)| w * self.at(row, key, head / group, d, self.pages.value_offset))
-                            .sum();
-                        out[(token * self.heads + head) * dim + d] = sum / total;
-                    }
-                }
-            }
-        }
-        out
-    }
-
-    fn kernel(&self, options: &Options<'_>, ancestors: Option<&[i64]>) -> Vec<f32> {
-        let mut out = vec![7.0; self.query.len()];
-        forward(&self.query, self.heads, &self.storage, &self.pages, &self.rows(ancestors, &[]), options, &mut out)
-            .unwrap();
-        out
-    }
-}
-
-fn largest_difference(got: &[f32], want: &[f64]) -> f64 {
-    got.iter().zip(want).map(|(g, w)| (f64::from(*g) - w).abs()).fold(0.0, f64::max)
-}
+use specbatch_cpu_kernels::attention::{Options, Path, Rows, forward};
+use specbatch_cpu_kernels::pages::write;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
@@ -164,8 +25,11 @@ proptest! {
         let case = make(&rows, kv_heads, group, head_dim, block_size, seed);
         let sinks: Vec<f32> = (0..case.heads).map(|h| h as f32 - 2.0).collect();
         let options = Options { scale: 0.3, window, softcap, sinks: with_sinks.then_some(&sinks) };
-        let difference = largest_difference(&case.kernel(&options, None), &case.reference(&options, None, 0));
-        prop_assert!(difference < 2e-5, "off by {difference}");
+        let want = case.reference(&options, None, 0);
+        for path in paths(false, head_dim) {
+            let difference = largest_difference(&case.kernel(false, path, &options, None), &want);
+            prop_assert!(difference < 2e-5, "{path:?} is off by {difference}");
+        }
     }
 
     #[test]
@@ -179,9 +43,11 @@ proptest! {
         }
         ancestors.push(1);
         let options = Options { scale: 0.125, window: None, softcap: None, sinks: None };
-        let difference =
-            largest_difference(&case.kernel(&options, Some(&ancestors)), &case.reference(&options, Some(&ancestors), 0));
-        prop_assert!(difference < 2e-5, "off by {difference}");
+        let want = case.reference(&options, Some(&ancestors), 0);
+        for path in paths(false, 64) {
+            let difference = largest_difference(&case.kernel(false, path, &options, Some(&ancestors)), &want);
+            prop_assert!(difference < 2e-5, "{path:?} is off by {difference}");
+        }
     }
 }
 
@@ -189,7 +55,9 @@ proptest! {
 fn the_comparison_notices_a_mask_off_by_one() {
     let case = make(&[(10, 5), (0, 7)], 2, 2, 64, 16, 1);
     let options = Options { scale: 0.125, window: None, softcap: None, sinks: None };
-    assert!(largest_difference(&case.kernel(&options, None), &case.reference(&options, None, 1)) > 1e-2);
+    assert!(
+        largest_difference(&case.kernel(false, Path::Amx, &options, None), &case.reference(&options, None, 1)) > 1e-2
+    );
 }
 
 #[test]

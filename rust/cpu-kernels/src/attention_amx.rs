@@ -1,0 +1,303 @@
+//! Attention's products in bfloat16 with AMX: tiles of 16 rows of 64 bytes, sums in float32.
+//!
+//! Scores are keys * queries^T: a tile's rows are sixteen keys where they stand in their page, and the queries are
+//! packed once a task. Weights come as tiles of [16 lanes, 32 keys], and values are interleaved by pairs of keys, as
+//! the second operand must be. The compiler has no stable intrinsics for tiles, hence the assembler; no code that it
+//! makes itself touches them.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+use crate::attention_avx512::{LANES, Line, Running, Shrink, transpose, weigh_half};
+use crate::attention_groups::{BLOCK, Block, Kernel};
+
+/// The kernel; head sizes are multiples of 32.
+pub struct Tiles;
+
+/// Keys of one tile of scores, and keys that one tile of weights holds.
+const TALL: usize = 16;
+const WIDE: usize = 32;
+/// Bytes of a tile's row, in tiles that are packed.
+const ROW: usize = 64;
+
+#[repr(C, align(64))]
+struct Configuration {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// Eight tiles, all whole.
+static WHOLE: Configuration = {
+    let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
+    let mut i = 0;
+    while i < 8 {
+        row_bytes[i] = 64;
+        rows[i] = 16;
+        i += 1;
+    }
+    Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows }
+};
+
+macro_rules! zero {
+    ($tile:literal) => {
+        asm!(concat!("tilezero tmm", $tile), options(nomem, nostack, preserves_flags))
+    };
+}
+macro_rules! load {
+    ($tile:literal, $at:expr, $stride:expr) => {
+        asm!(concat!("tileloadd tmm", $tile, ", [{at} + {stride}]"), at = in(reg) $at, stride = in(reg) $stride,
+            options(readonly, nostack, preserves_flags))
+    };
+}
+macro_rules! store {
+    ($tile:literal, $at:expr) => {
+        asm!(concat!("tilestored [{at} + {stride}], tmm", $tile), at = in(reg) $at, stride = in(reg) ROW,
+            options(nostack, preserves_flags))
+    };
+}
+/// First += second * third.
+macro_rules! multiply {
+    ($sum:literal, $left:literal, $right:literal) => {
+        asm!(concat!("tdpbf16ps tmm", $sum, ", tmm", $left, ", tmm", $right), options(nomem, nostack, preserves_flags))
+    };
+}
+
+impl Kernel<u16> for Tiles {
+    const STEP: usize = WIDE;
+
+    /// Shared: interleaved values, then keys that had to be copied together.
+    fn lines(dim: usize) -> (usize, usize) {
+        (dim / 2, 2 * BLOCK * dim / 32)
+    }
+
+    unsafe fn begin() {
+        // SAFETY: the caller has AMX; the configuration is of palette 1.
+        unsafe { asm!("ldtilecfg [{at}]", at = in(reg) &raw const WHOLE, options(readonly, nostack, preserves_flags)) };
+    }
+
+    unsafe fn end() {
+        // SAFETY: as above. Empty tiles cost the system nothing to keep.
+        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
+    }
+
+    unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line) {
+        // SAFETY: the caller's, here and below.
+        unsafe { pack(queries, dim, packed) }
+    }
+
+    unsafe fn take(block: &mut Block<u16>, dim: usize, shared: *mut Line) {
+        unsafe {
+            interleave(block, dim, shared);
+            together(block, dim, shared.add(BLOCK * dim / 32).cast());
+        }
+    }
+
+    unsafe fn scores(packed: *const Line, block: &Block<u16>, dim: usize, _shared: *const Line, out: *mut Line) {
+        unsafe { scores(packed, block, dim, out) }
+    }
+
+    unsafe fn weigh(scores: *mut Line, n: usize, factor: f32, running: &mut Running) -> Shrink {
+        unsafe { weigh_half(scores, n, factor, running, scores.add(BLOCK)) }
+    }
+
+    unsafe fn absorb(
+        scores: *const Line,
+        block: &Block<u16>,
+        dim: usize,
+        shared: *const Line,
+        shrink: Shrink,
+        lanes: usize,
+        sums: *mut Line,
+    ) {
+        unsafe {
+            if shrink.1 != 0 {
+                dampen(sums, dim, shrink.0, lanes);
+            }
+            absorb(scores.add(BLOCK), shared, block.count.div_ceil(WIDE), dim / LANES, sums);
+        }
+    }
+
+    unsafe fn give(sums: *const Line, lane: usize, dim: usize, factor: f32, out: *mut f32) {
+        unsafe { give(sums, lane, dim, factor, out) }
+    }
+}
+
+/// Sixteen queries as tiles of [16 pairs of numbers, lanes, 2].
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line) {
+    for d in (0..dim).step_by(32) {
+        // SAFETY: the caller's; the transmuted are 64 bytes without invalid patterns.
+        unsafe {
+            let mut square = queries.map(|q| {
+                let halves = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(q.add(d + 16)), _mm512_loadu_ps(q.add(d)));
+                std::mem::transmute::<__m512bh, __m512i>(halves)
+            });
+            transpose(&mut square);
+            for (i, pair) in square.iter().enumerate() {
+                _mm512_store_si512(packed.add(d / 2 + i).cast(), *pair);
+            }
+        }
+    }
+}
+
+/// Values as tiles of [16 pairs of keys, 16 numbers, 2]. Of each 32 numbers one tile has the numbers 8 i to 8 i + 3,
+/// the next the numbers 8 i + 4 to 8 i + 7, as unpacking gives them; `give` puts them in order.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn interleave(block: &Block<u16>, dim: usize, to: *mut Line) {
+    let tiles = dim / LANES;
+    for pair in 0..block.count.div_ceil(WIDE) * (WIDE / 2) {
+        let (a, b) = (block.values[2 * pair], block.values[2 * pair + 1]);
+        // SAFETY: the caller's.
+        unsafe {
+            let to = to.add(pair / 16 * tiles * 16 + pair % 16);
+            for x in 0..tiles / 2 {
+                let (a, b) = (_mm512_loadu_si512(a.add(32 * x).cast()), _mm512_loadu_si512(b.add(32 * x).cast()));
+                _mm512_store_si512(to.add(32 * x).cast(), _mm512_unpacklo_epi16(a, b));
+                _mm512_store_si512(to.add(32 * x + 16).cast(), _mm512_unpackhi_epi16(a, b));
+            }
+        }
+    }
+}
+
+/// Bytes from the first key of a tile to the next, if all sixteen stand at even distances.
+fn even_stride(keys: &[*const u16]) -> Option<usize> {
+    let stride = (keys[1] as usize).wrapping_sub(keys[0] as usize);
+    let even = keys.windows(2).all(|w| (w[1] as usize).wrapping_sub(w[0] as usize) == stride);
+    (even && stride > 0 && stride < 1 << 24).then_some(stride)
+}
+
+/// Copy the sixteen keys of each tile that do not stand at even distances: a tile over two pages, and the last.
+#[target_feature(enable = "avx512f")]
+unsafe fn together(block: &mut Block<u16>, dim: usize, copies: *mut u16) {
+    for (tile, keys) in block.keys.chunks_exact_mut(TALL).enumerate().take(block.count.div_ceil(TALL)) {
+        if even_stride(keys).is_some() {
+            continue;
+        }
+        for (i, key) in keys.iter_mut().enumerate() {
+            // SAFETY: the caller's: rows of `dim` numbers, room for `BLOCK` of them.
+            unsafe {
+                let copy = copies.add((tile * TALL + i) * dim);
+                for d in (0..dim).step_by(32) {
+                    _mm512_storeu_si512(copy.add(d).cast(), _mm512_loadu_si512(key.add(d).cast()));
+                }
+                *key = copy;
+            }
+        }
+    }
+}
+
+/// Up to four tiles of [16 keys, 16 lanes].
+unsafe fn scores(packed: *const Line, block: &Block<u16>, dim: usize, out: *mut Line) {
+    let tiles = block.count.div_ceil(TALL);
+    let key = |tile: usize| block.keys[tile * TALL];
+    let stride = |tile: usize| block.keys[tile * TALL + 1] as usize - key(tile) as usize;
+    // SAFETY: tiles below `tiles`, whose keys stand at even distances after `together`.
+    unsafe {
+        zero!(0);
+        zero!(1);
+        zero!(2);
+        zero!(3);
+        for d in (0..dim).step_by(32) {
+            load!(4, packed.add(d / 2), ROW);
+            load!(5, key(0).add(d), stride(0));
+            multiply!(0, 5, 4);
+            if tiles > 1 {
+                load!(6, key(1).add(d), stride(1));
+                multiply!(1, 6, 4);
+            }
+            if tiles > 2 {
+                load!(5, key(2).add(d), stride(2));
+                multiply!(2, 5, 4);
+            }
+            if tiles > 3 {
+                load!(6, key(3).add(d), stride(3));
+                multiply!(3, 6, 4);
+            }
+        }
+        store!(0, out);
+        store!(1, out.add(TALL));
+        if tiles > 2 {
+            store!(2, out.add(2 * TALL));
+            store!(3, out.add(3 * TALL));
+        }
+    }
+}
+
+/// Multiply what stands in the sums by what the maxima's growth asks for.
+#[target_feature(enable = "avx512f")]
+unsafe fn dampen(sums: *mut Line, dim: usize, shrink: __m512, lanes: usize) {
+    let mut factors = Line([0.0; LANES]);
+    // SAFETY: `sums` holds `dim` lines.
+    unsafe {
+        _mm512_store_ps(factors.0.as_mut_ptr(), shrink);
+        for tile in 0..dim / LANES {
+            for (lane, factor) in factors.0.iter().enumerate().take(lanes) {
+                let at = sums.add(tile * LANES + lane).cast::<f32>();
+                _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(*factor)));
+            }
+        }
+    }
+}
+
+/// `sums`, `columns` tiles of [16 lanes, 16 numbers], += `depth` tiles of weights * values.
+unsafe fn absorb(weights: *const Line, values: *const Line, depth: usize, columns: usize, sums: *mut Line) {
+    // SAFETY: the caller's; four columns at a time, or the last two.
+    unsafe {
+        for column in (0..columns).step_by(4) {
+            let four = columns - column >= 4;
+            let sums = sums.add(column * 16);
+            load!(0, sums, ROW);
+            load!(1, sums.add(16), ROW);
+            if four {
+                load!(2, sums.add(32), ROW);
+                load!(3, sums.add(48), ROW);
+            }
+            for k in 0..depth {
+                let values = values.add((k * columns + column) * 16);
+                load!(4, weights.add(k * 16), ROW);
+                load!(5, values, ROW);
+                multiply!(0, 4, 5);
+                load!(6, values.add(16), ROW);
+                multiply!(1, 4, 6);
+                if four {
+                    load!(5, values.add(32), ROW);
+                    multiply!(2, 4, 5);
+                    load!(6, values.add(48), ROW);
+                    multiply!(3, 4, 6);
+                }
+            }
+            store!(0, sums);
+            store!(1, sums.add(16));
+            if four {
+                store!(2, sums.add(32));
+                store!(3, sums.add(48));
+            }
+        }
+    }
+}
+
+/// One lane's numbers in their order.
+#[target_feature(enable = "avx512f")]
+unsafe fn give(sums: *const Line, lane: usize, dim: usize, factor: f32, out: *mut f32) {
+    let order = |half: i32| -> [i32; 16] {
+        std::array::from_fn(|i| {
+            let number = 16 * half + i as i32; // of 32
+            number / 8 * 4 + number % 4 + if number % 8 < 4 { 0 } else { 16 }
+        })
+    };
+    // SAFETY: the caller's.
+    unsafe {
+        let orders = [0, 1].map(|half| _mm512_loadu_si512(order(half).as_ptr().cast()));
+        let factor = _mm512_set1_ps(factor);
+        for d in (0..dim).step_by(32) {
+            let at = |tile: usize| _mm512_load_ps(sums.add((d / LANES + tile) * LANES + lane).cast());
+            for (half, order) in orders.iter().enumerate() {
+                let mixed = _mm512_permutex2var_ps(at(0), *order, at(1));
+                _mm512_storeu_ps(out.add(d + half * LANES), _mm512_mul_ps(mixed, factor));
+            }
+        }
+    }
+}
