@@ -66,6 +66,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run one job in this process and say what it took. Called in the child."""
     from specbatch.job.options import JobOptions
     from specbatch.job.run import run_job
+    from specbatch.sampling_params import SamplingParams
     from specbatch.target import make_target
 
     if arguments["model"] is None:
@@ -76,7 +77,8 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     else:
         from specbatch.engine_options import EngineOptions
 
-        target, factory = make_target(EngineOptions(model=arguments["model"]))
+        engine = EngineOptions(model=arguments["model"], speculate="off", profile=False)
+        target, factory = make_target(engine)
         if rate := arguments.get("engine_rows_per_second"):
             factory = paced_engine(rate, target.max_model_len)
     options = JobOptions(
@@ -84,6 +86,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
         output=Path(arguments["output"]),
         reuse=tuple(map(Path, arguments.get("reuse", ()))),
         deduplicate=arguments.get("deduplicate", True),
+        sampling=SamplingParams(max_tokens=arguments.get("max_tokens", 128)),
     )
     before = resident("VmRSS")
     cpu, wall = time.process_time(), time.perf_counter()
@@ -122,6 +125,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--model", help="folder of a checkpoint for the idle share")
     parser.add_argument("--prompts", help="Parquet file for the idle share")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of the real engine: few, which is hard on the job")
+    parser.add_argument("--only-real", action="store_true", help="leave out the cases without a real tokenizer")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -129,34 +134,43 @@ def main() -> None:
         return
     work = Path(tempfile.mkdtemp(prefix="job-overhead-"))
     try:
-        speed = ("rows_per_cpu_second", "rows_per_second", "cpu_seconds", "engine_seconds", "memory_growth_mib")
-        for name, group in (("row groups of 10,000", 10_000), ("one row group", options.rows)):
-            make_table(work / f"{group}.parquet", options.rows, 0.0, group)
-            figures = child(table=str(work / f"{group}.parquet"), output=str(work / f"out-{group}"))
-            show(name, figures, speed)
-        make_table(work / "tonight.parquet", options.rows, 0.02, 10_000)
-        figures = child(
-            table=str(work / "tonight.parquet"), output=str(work / "tonight"), reuse=[str(work / "out-10000")]
-        )
-        show("2 % changed, the rest from last night", figures, ("rows_computed", "reused", *speed))
+        if not options.only_real:
+            stand_in_cases(work, options.rows)
         if options.model and options.prompts:
-            table = pq.read_table(options.prompts, columns=["prompt"])
-            copies = max(1, TOKENIZED_ROWS // table.num_rows)
-            pq.write_table(pa.concat_tables([table] * copies), work / "copies.parquet", row_group_size=1000)
-            for rate in ENGINE_RATES:
-                figures = child(
-                    table=str(work / "copies.parquet"),
-                    output=str(work / f"paced-{rate}"),
-                    model=options.model,
-                    engine_rows_per_second=rate,
-                    deduplicate=False,
-                )
-                name = f"real tokenizer, engine of {rate:,} rows/s"
-                show(name, figures, ("rows", "rows_per_second", "prompt_tokens_per_second", *IDLE))
-            figures = child(table=options.prompts, output=str(work / "real"), model=options.model)
-            show("real model and tokenizer", figures, ("rows", "wall_seconds", *IDLE))
+            real_cases(work, options.model, options.prompts, options.max_tokens)
     finally:
         shutil.rmtree(work)
+
+
+def stand_in_cases(work: Path, rows: int) -> None:
+    """Everything but a tokenizer and a model."""
+    speed = ("rows_per_cpu_second", "rows_per_second", "cpu_seconds", "engine_seconds", "memory_growth_mib")
+    for name, group in (("row groups of 10,000", 10_000), ("one row group", rows)):
+        make_table(work / f"{group}.parquet", rows, 0.0, group)
+        figures = child(table=str(work / f"{group}.parquet"), output=str(work / f"out-{group}"))
+        show(name, figures, speed)
+    make_table(work / "tonight.parquet", rows, 0.02, 10_000)
+    figures = child(table=str(work / "tonight.parquet"), output=str(work / "tonight"), reuse=[str(work / "out-10000")])
+    show("2 % changed, the rest from last night", figures, ("rows_computed", "reused", *speed))
+
+
+def real_cases(work: Path, model: str, prompts: str, max_tokens: int) -> None:
+    """The tokenizer of `model` before paced engines, on copies of `prompts`; then its own engine on the file as it is."""
+    table = pq.read_table(prompts, columns=["prompt"])
+    copies = max(1, TOKENIZED_ROWS // table.num_rows)
+    pq.write_table(pa.concat_tables([table] * copies), work / "copies.parquet", row_group_size=1000)
+    for rate in ENGINE_RATES:
+        figures = child(
+            table=str(work / "copies.parquet"),
+            output=str(work / f"paced-{rate}"),
+            model=model,
+            engine_rows_per_second=rate,
+            deduplicate=False,
+        )
+        name = f"real tokenizer, engine of {rate:,} rows/s"
+        show(name, figures, ("rows", "rows_per_second", "prompt_tokens_per_second", *IDLE))
+    figures = child(table=prompts, output=str(work / "real"), model=model, max_tokens=max_tokens)
+    show("real model and tokenizer", figures, ("rows", "wall_seconds", *IDLE))
 
 
 if __name__ == "__main__":

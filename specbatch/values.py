@@ -137,7 +137,9 @@ def _columns(spec: OptionSpec, raw: object) -> tuple[str, ...] | None:
     if isinstance(raw, str):
         items = (raw,)
     names = [name.strip() for item in items for name in item.split(",")]
-    return tuple(dict.fromkeys(name for name in names if name))
+    if "" in names:  # as from a variable that is not set: columns are not lost over that
+        raise ValueError("column names, all or none")
+    return tuple(dict.fromkeys(names))
 
 
 def _ints(spec: OptionSpec, raw: object) -> tuple[int, ...]:

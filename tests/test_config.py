@@ -231,6 +231,7 @@ def test_variables_take_every_option() -> None:
         ({"log-interval": "3s", "progress": "none"}, "--log-interval has no effect"),
         ({"keep-columns": ["a"], "format": "openai-batch"}, "--keep-columns has no effect: the output is JSON lines"),
         ({"output-prefix": "p_", "format": "openai-batch"}, "--output-prefix has no effect"),
+        ({"keep-columns": [""]}, "--keep-columns must be column names, all or none, got ''"),
         ({"restart": True, "retry-failed": True}, "--restart and --retry-failed contradict"),
     ],
 )

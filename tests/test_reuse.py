@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,13 @@ class TestReuse:
     def test_other_parameters_are_computed(self, tmp_path: Path, changed: SamplingParams) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": prompts(10)})
         run(table, tmp_path / "one")
-        assert run(table, tmp_path / "two", sampling=changed, reuse=(tmp_path / "one",)).reused == 0
+        events = Recorder()
+        assert run(table, tmp_path / "two", sampling=changed, reuse=(tmp_path / "one",), events=events).reused == 0
+        ((_, message),) = events.warnings  # said at the start, where it is of use
+        assert re.search("its (max_tokens|stop|temperature) was .*, here it is", message)
+        events = Recorder()
+        run(table, tmp_path / "three", seed=5, reuse=(tmp_path / "one",), events=events)
+        assert events.warnings == []  # a seed changes no greedy answer
 
     def test_sampled_rows_by_seed_and_place(self, tmp_path: Path) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": prompts(20)}, row_group_size=10)
@@ -187,6 +194,8 @@ class TestReuse:
         result = run(table, tmp_path / "two", shard_rows=5, events=events, reuse=(tmp_path / "one", tmp_path / "none"))
         assert result.reused == 5
         assert sorted(code for code, _ in events.warnings) == ["reuse", "reuse"]
+        parts(tmp_path / "one")[1].unlink()
+        assert run(table, tmp_path / "three", shard_rows=5, reuse=(tmp_path / "one",)).reused == 0
         with pytest.raises(UsageError, match="is the output itself"):
             run(table, tmp_path / "two", shard_rows=5, restart=True, reuse=(tmp_path / "two",))
 

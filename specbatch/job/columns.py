@@ -110,14 +110,15 @@ def find_source(
             hint="give --chat-template, or plain prompts with --prompt-column",
         )
     if options.system_prompt is not None and not source.chat:
-        raise UsageError("--system-prompt needs prompts that go through the chat template", hint="add --chat on")
+        raise UsageError("--system needs prompts that go through the chat template", hint="add --chat on")
     return source
 
 
 def _openai(options: JobOptions) -> PromptSource:
     for name in ("prompt_column", "messages_column", "template", "params_column", "system_prompt"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} does not apply to JSON-lines requests")
+            flag = name.removesuffix("_prompt").replace("_", "-")
+            raise UsageError(f"--{flag} does not apply to JSON-lines requests")
     return PromptSource("openai", "request")
 
 
@@ -193,6 +194,8 @@ def _parse_template(template: str, schema: Any) -> tuple[tuple[str, str | None],
             continue
         if spec or conversion:
             raise UsageError(f"--template: {{{name}}} has a format or conversion", hint="only {column} is allowed")
+        if not name:
+            raise UsageError("--template: {} names no column", hint="columns are {name}; a brace is {{ or }}")
         kind = storage_type(_field(schema, name, "--template").type)
         if pa.types.is_nested(kind):
             raise SchemaError(f"--template: column {name!r} is {kind}, which is no text or number")

@@ -164,11 +164,19 @@ def require_same(output: Path, earlier: Mapping[str, Any], now: Mapping[str, Any
     if not fields:
         return
     name = fields[0]
-    before, after = (json.dumps(side[name]) if name in side else "nothing" for side in (earlier, now))
     others = f" (and {', '.join(fields[1:4])}{' ...' if len(fields) > 4 else ''})" if len(fields) > 1 else ""
-    raise OutputMismatch(
-        f"{output} was started with another {name}: {before}, now {after}{others}", field=name, hint=_HINT
-    )
+    what = _difference(name, earlier.get(name), now.get(name))
+    raise OutputMismatch(f"{output} was started with {what}{others}", field=name, hint=_HINT)
+
+
+def _difference(name: str, before: Any, after: Any) -> str:
+    """Both values; of lists, which may be long, only the items that one side has."""
+    if not (isinstance(before, list) and isinstance(after, list)):
+        first, second = ("nothing" if value is None else json.dumps(value) for value in (before, after))
+        return f"another {name}: {first}, now {second}"
+    gone = [f"{item} is gone" for item in before if item not in after]
+    new = [f"{item} is new" for item in after if item not in before]
+    return f"other {name}: {', '.join([*gone, *new]) or 'their order was another'}"
 
 
 def _one_item_a_line(content: Mapping[str, Any]) -> bytes:

@@ -124,12 +124,17 @@ def answer_fingerprint(plan: Plan) -> dict[str, Any]:
     return {**plan.target.fingerprint, **own}
 
 
-def run_fingerprint(plan: Plan, inputs: Sequence[InputEntry]) -> dict[str, Any]:
-    """Everything that changes the output table, by name. Flat, JSON types."""
-    options = plan.options
+def sampling_fields(plan: Plan) -> dict[str, Any]:
+    """The run's sampling defaults and seed, JSON types."""
     sampling = {spec.name: getattr(plan.sampling, spec.name) for spec in fields(SamplingParams) if spec.name != "seed"}
     sampling["logit_bias"] = sorted([int(k), float(v)] for k, v in plan.sampling.logit_bias.items())
     sampling["stop"], sampling["stop_token_ids"] = list(plan.sampling.stop), list(plan.sampling.stop_token_ids)
+    return {**sampling, "seed": plan.options.seed}
+
+
+def run_fingerprint(plan: Plan, inputs: Sequence[InputEntry]) -> dict[str, Any]:
+    """Everything that changes the output table, by name. Flat, JSON types."""
+    options = plan.options
     combined = json.dumps([(entry.digest, spec.hive) for entry, spec in zip(inputs, plan.inputs.specs, strict=True)])
     return {
         **answer_fingerprint(plan),
@@ -137,8 +142,7 @@ def run_fingerprint(plan: Plan, inputs: Sequence[InputEntry]) -> dict[str, Any]:
         "template": options.template,
         "system_prompt": options.system_prompt,
         "params_column": options.params_column,
-        **sampling,
-        "seed": options.seed,
+        **sampling_fields(plan),
         "overlong": options.overlong,
         "max_row_bytes": options.max_row_bytes,
         "limit": options.limit,

@@ -6,6 +6,7 @@ an answer is asked for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from specbatch.job.options import JobOptions
 from specbatch.job.output import part_path
 from specbatch.job.part_answers import PartAnswers
 from specbatch.job.part_writer import read_note
-from specbatch.job.plan import Plan, answer_fingerprint, run_id
+from specbatch.job.plan import Plan, answer_fingerprint, run_id, sampling_fields
 from specbatch.job.shards import Shard
 
 
@@ -76,6 +77,8 @@ def open_earlier(plan: Plan, resolved: Mapping[str, Any]) -> EarlierOutputs:
         if reason is not None:
             found.problems.append(f"nothing is taken from {path}: {reason}")
             continue
+        if (difference := _other_defaults(plan, manifest)) is not None:
+            found.problems.append(f"{path}: {difference}; only rows whose own parameters say otherwise can be taken")
         prefix = str(manifest.columns.get("prefix", ""))
         chosen.append(Earlier(path, manifest, run_id(manifest.fingerprint), prefix))
     found.outputs = chosen
@@ -117,9 +120,24 @@ def _why_not(plan: Plan, manifest: Manifest, resolved: Mapping[str, Any]) -> str
     return f"it has no column {missing[0]}" if missing else None
 
 
+def _other_defaults(plan: Plan, manifest: Manifest) -> str | None:
+    """The first of the run's sampling defaults that was another then: worth knowing before the night, not after it."""
+    wanted = json.loads(json.dumps(sampling_fields(plan)))
+    for name, value in wanted.items():
+        before = manifest.fingerprint.get(name)
+        idle = name == "logprobs" or (name == "seed" and plan.sampling.is_greedy)  # changes no answer
+        if before != value and not idle:
+            return f"its {name} was {before!r}, here it is {value!r}"
+    return None
+
+
 def _keys(earlier: Earlier, part: int, found: EarlierOutputs) -> Keys | None:
     shard, entry = earlier.manifest.shards[part], earlier.manifest.parts[part]
     if entry is None:
+        return None
+    path = part_path(earlier.path, shard, "parquet")
+    if not path.is_file() or path.stat().st_size != entry.bytes:
+        found.problems.append(f"{path} is gone or was replaced; its rows are not taken")
         return None
     keys = read_keys(key_path(earlier.path, shard.part_stem), shard.rows)
     if keys is None:

@@ -30,6 +30,7 @@ from specbatch.job.shards import plan_shards
 from specbatch.job.signals import Interrupts
 
 _KEPT_STARTS = 100
+_OF_INPUTS = {"inputs", "columns", "prompt"}  # fields that follow an edited input
 
 
 def run_job(
@@ -150,6 +151,12 @@ class _Job:
                 "kept": list(plan.output.kept),
                 "added": list(plan.output.added),
                 "prefix": options.output_prefix,
+                "source": {
+                    "inputs": [os.path.abspath(item) for item in options.inputs],
+                    "prompt_column": options.prompt_column,
+                    "messages_column": options.messages_column,
+                    "chat": options.chat,
+                },
             }
             manifest = Manifest(
                 version=package_version(),
@@ -164,8 +171,8 @@ class _Job:
                 parts=[None] * len(shards),
             )
             return manifest, False
-        named = {name: value for name, value in fingerprint.items() if name != "inputs"}
-        if not differing_fields({n: v for n, v in earlier.fingerprint.items() if n != "inputs"}, named):
+        differing = set(differing_fields(earlier.fingerprint, fingerprint))
+        if "inputs" in differing and differing <= _OF_INPUTS:
             require_same_inputs(self.output, earlier.inputs, entries)
         require_same(self.output, earlier.fingerprint, fingerprint)
         earlier.inputs = entries

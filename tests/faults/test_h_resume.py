@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -135,27 +134,10 @@ class TestH22AnotherRun:
     )
     def test_settings(self, tmp_path: Path, table: Path, field: str, changed: dict[str, Any]) -> None:
         factory = Factory()
-        with pytest.raises(OutputMismatch, match=f"another {field}:") as caught:
+        with pytest.raises(OutputMismatch, match=rf"(another|other) {field}:") as caught:
             run(table, tmp_path / "out", factory=factory, **({"template": "{prompt}"} | changed))
         assert (caught.value.exit_code, caught.value.field) == (ExitCode.OTHER_RUN, field)
         assert factory.made == []
-
-    def test_an_edited_input(self, tmp_path: Path, table: Path) -> None:
-        write(table, {"prompt": [*prompts(3), "prompt number x"], "title": prompts(4, "title")})
-        with pytest.raises(OutputMismatch, match=r"in\.parquet was edited") as caught:
-            run(table, tmp_path / "out", template="{prompt}")
-        assert caught.value.field == "inputs"
-
-    def test_one_input_more(self, tmp_path: Path, table: Path) -> None:
-        more = write(tmp_path / "more.parquet", {"prompt": ["a"], "title": ["b"]})
-        with pytest.raises(OutputMismatch, match="1 input files, now there are 2"):
-            run([table, more], tmp_path / "out", template="{prompt}")
-
-    def test_a_moved_or_touched_input_is_the_same(self, tmp_path: Path, table: Path) -> None:
-        moved = tmp_path / "elsewhere.parquet"
-        table.rename(moved)
-        os.utime(moved, ns=(1, 1))
-        assert run(moved, tmp_path / "out", template="{prompt}").exit_code == ExitCode.OK
 
     def test_what_cannot_change_results_may_change(self, tmp_path: Path, table: Path) -> None:
         options: dict[str, Any] = {"shard_rows": 1, "compression": "snappy", "tokenizer_threads": 1, "grace": 1.0}
