@@ -55,6 +55,9 @@ class DecodeGraphs:
         self._clock = DeviceClock(step.arrays.device_type)
         self._result = _on_host(step.result)
         self._logprobs = _on_host(step.logprobs)
+        self._result_array, self._logprobs_array = self._result.numpy(), self._logprobs.numpy()
+        # A view of a tensor costs the host as much as a copy: those of a step's result are made once a size.
+        self._result_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._launched: tuple[Bucket, StepSizes, bool] | None = None
 
     @property
@@ -113,7 +116,8 @@ class DecodeGraphs:
         self._clock.mark("drafted")
         self.runner.run(self._key("target", bucket, kind), lambda: step.target(bucket))
         with_logprobs = bool(kind & LOGPROBS)
-        self._result[: bucket.rows].copy_(step.result[: bucket.rows], non_blocking=True)
+        target, source = self._views(bucket.rows)
+        target.copy_(source, non_blocking=True)
         if with_logprobs:
             self._logprobs[: bucket.tokens].copy_(step.logprobs[: bucket.tokens], non_blocking=True)
         self._clock.mark("end")
@@ -128,9 +132,9 @@ class DecodeGraphs:
         rows = info.num_rows
         seconds, draft_seconds = self._clock.read()
         return StepResult(
-            token_ids=self._result[:rows].numpy(),
-            num_sampled=self._result[:rows, -1].numpy(),
-            logprobs=self._logprobs[: info.num_tokens].numpy() if with_logprobs else None,
+            token_ids=self._result_array[:rows],
+            num_sampled=self._result_array[:rows, -1],
+            logprobs=self._logprobs_array[: info.num_tokens] if with_logprobs else None,
             seconds=seconds,
             draft_seconds=draft_seconds,
         )
@@ -150,6 +154,12 @@ class DecodeGraphs:
             "graphs": runner.num_graphs,
             "memory_bytes": runner.memory_bytes,
         }
+
+    def _views(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        views = self._result_views.get(rows)
+        if views is None:
+            views = self._result_views[rows] = self._result[:rows], self.step.result[:rows]
+        return views
 
     def _key(self, name: str, bucket: Bucket, kind: int) -> Hashable:
         reads_tables = kind & (PENALISED | BIASED)

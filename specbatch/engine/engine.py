@@ -58,6 +58,7 @@ class Engine:
         self._row_numbers = np.arange(self.plan.max_num_seqs)
         self._num_rows = 0  # of the last step, for the policy
         self._live: set[int] = set()  # handles that nobody took yet
+        self._may_have_finished = False  # since the core was asked last
         self.on_step: Callable[[StepInfo, float], None] | None = None  # profiling hook: shape and seconds of a step
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -96,10 +97,14 @@ class Engine:
             request_seeds=batch.seeds,
         )
         self._live.update(handles.tolist())
+        self._may_have_finished = True  # those that can never run are finished at once
         self._policy.note_added(handles, batch.shard, lengths, max_tokens)
 
     def take_finished(self) -> FinishedRows | None:
         """Rows that ended; their handles are free from then on."""
+        if not self._may_have_finished:
+            return None
+        self._may_have_finished = False
         batch = self.core.take_finished()
         if len(batch) == 0:
             return None
@@ -114,6 +119,7 @@ class Engine:
         self._forget_step()
         for handle in list(self._live):
             self.core.abort(handle)
+        self._may_have_finished = True
         self.take_finished()
 
     def use_policy(self, policy: SpeculationPolicy, max_num_seqs: int | None = None) -> None:
@@ -173,6 +179,7 @@ class Engine:
         info = self.core.step(self._step_id, token_ids, num_sampled, num_draft, self.arrays.core)
         self._no_result()
         self._info = info
+        self._may_have_finished |= info.num_finished > 0
         self._step_id = info.step_id if info.kind != _core.STEP_IDLE else _NO_STEP
         return info
 
@@ -223,8 +230,12 @@ class Engine:
         if outcome.logprobs is not None:
             self._note_logprobs(outcome)
         num_sampled = outcome.num_sampled
-        last = outcome.token_ids[self._row_numbers[: len(num_sampled)], np.maximum(num_sampled, 1) - 1]
-        if last.min(initial=0) < 0:  # a failed sample ends its row's run
+        # A failed sample ends its row's run: look at each row's last token (of rows without one, at any).
+        width = outcome.token_ids.shape[1]
+        last = outcome.token_ids.ravel().take(
+            self._row_numbers[: len(num_sampled)] * width + (num_sampled - 1), mode="wrap"
+        )
+        if last.min(initial=0) < 0:
             self._fail_rows(np.flatnonzero((last < 0) & (num_sampled > 0)))
         # A copy: the array it comes from is refilled by the very call that reads it.
         self._result = outcome.token_ids, num_sampled, outcome.num_draft.copy()
@@ -245,6 +256,7 @@ class Engine:
             handle = int(self.arrays.host["seq_index"][row])
             self._results.note_error(handle, "engine_error", "the model gave no finite logits for the next token")
             self.core.abort(handle)
+        self._may_have_finished = True
 
     def _no_result(self) -> None:
         self._result = _NOTHING
@@ -277,12 +289,13 @@ class Engine:
         progress.steps += 1
         progress.busy_seconds += seconds
         progress.preemptions += info.num_preempted
-        progress.completion_tokens += int(num_sampled.sum())
+        tokens = int(num_sampled.sum())
+        progress.completion_tokens += tokens
         if info.kind == _core.STEP_PREFILL:
             progress.prompt_tokens += info.num_tokens
         else:
             progress.drafted += int(num_draft.sum())
-            progress.accepted += int(np.maximum(num_sampled - 1, 0).sum())
+            progress.accepted += tokens - len(num_sampled)  # each row commits one token more than it accepts
         progress.running, progress.waiting = info.num_running, info.num_waiting
         progress.pages_used = self.plan.num_pages - 1 - info.free_pages - info.cached_pages
         if self.on_step is not None:
@@ -301,6 +314,7 @@ class Engine:
         for handle in self.arrays.host["seq_index"][: self._info.num_rows].tolist():
             self._results.note_error(handle, "out_of_memory", "the device ran out of memory with this row alone")
             self.core.abort(handle)
+        self._may_have_finished = True
         return 0
 
     @property

@@ -135,7 +135,7 @@ class PolicyDriver:
             return
         handles = handles[: len(num_draft)]
         # A model drafts for every row that is asked for; a look-up may find nothing, and that is its result.
-        asked = slice(None) if method == _core.METHOD_NGRAM else num_draft > 0
+        asked = slice(None) if method == _core.METHOD_NGRAM or num_draft.all() else num_draft > 0
         self.tally.add(handles[asked], num_draft[asked], np.maximum(num_sampled[asked] - 1, 0))
 
     def decide(self, seq_index: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> float:

@@ -80,6 +80,7 @@ class RowParams:
     host: NDArray[np.int32]  # [R, 12] what was copied to the device
     num_rows: int = 0
     kind: int = 0  # what the rows in use ask for beyond argmax, as bits; the key of a captured graph
+    gathered: object = None  # whose parameters these are
 
     @property
     def vocab(self) -> int:

@@ -73,6 +73,7 @@ class SamplingState:
         self._packed = np.zeros((max(capacity, 1) + 1, NUM_COLUMNS), np.int32)
         self._packed[:] = null_row()
         self._kind = np.zeros(len(self._packed), np.uint8)
+        self._version = 0  # grows with every change of parameters
         self._num_special = 0  # live handles that ask for more than argmax
         self._prompts: dict[int, NDArray[np.int32]] = {}  # penalised rows that have not run yet
         self._penalty = _Slots()
@@ -111,6 +112,7 @@ class SamplingState:
             return
 
         self.release(handles)
+        self._version += 1
         self._grow(int(handles.max()))
         packed, kinds = packed_rows(many, self.vocab), np.array([kind_of(item) for item in many], np.uint8)
         users = np.bincount(which, minlength=len(many))
@@ -141,6 +143,7 @@ class SamplingState:
         kinds = self._kind[handles]
         if not kinds.any():
             return
+        self._version += 1
         handles = np.unique(handles[kinds != 0])
         self._num_special -= len(handles)
         self._penalty.release(self._packed[handles, PENALTY_SLOT])
@@ -168,9 +171,13 @@ class SamplingState:
         Rows past n become null rows. While no live request asks for more than argmax, nothing is copied. The copy to
         the device is asynchronous from pinned memory: gather again only after the step's results have been read.
         """
+        handles = seq_index.tobytes()
+        if rows.gathered == (self._version, handles):  # the rows of the step before, as they were
+            return rows
         rows.num_rows = len(seq_index)
         rows.kind = int(np.bitwise_or.reduce(self._kind[seq_index], initial=0)) if self._num_special else 0
         if rows.kind == 0:
+            rows.gathered = self._version, handles
             return rows
         if rows.any_penalty and self._prompts:
             self._start_counting(seq_index)
@@ -178,6 +185,7 @@ class SamplingState:
         rows.host[len(seq_index) :] = self._packed[-1]
         if rows.packed.device.type != "cpu":
             rows.packed.copy_(torch.from_numpy(rows.host), non_blocking=True)
+        rows.gathered = self._version, handles
         return rows
 
     def commit(self, rows: RowParams, token_ids: Tensor, num_sampled: Tensor) -> None:
@@ -249,6 +257,7 @@ class SamplingState:
             slot, tables = self._penalty.take(1), self._tables
             self._enlarge_counts(slot + 1, len(ids))
             self._packed[handle, PENALTY_SLOT] = slot
+            self._version += 1
             self._seen_bound[slot] = len(ids)
             for table in (tables.output_counts, tables.prompt_seen, tables.seen_ids):
                 table[slot].zero_()

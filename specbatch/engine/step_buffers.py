@@ -55,6 +55,23 @@ class Bucket:
         return self.rows * self.tokens_per_row
 
 
+@dataclass(slots=True)
+class _TablePart:
+    """Views of the first rows and columns of a block table on their way to the device."""
+
+    host: NDArray[np.int32]
+    staged: NDArray[np.int32] | None  # side by side in pinned memory; None: the rows are copied whole
+    sent: Tensor
+    arrived: Tensor
+    device: Tensor
+
+
+def _rounded(count: int) -> int:
+    """Up to one of few numbers, at most an eighth more (or 8)."""
+    step = max(8, 1 << max(count.bit_length() - 3, 0))
+    return -(-count // step) * step
+
+
 class StepArrays:
     """Host and device arrays of one step, named as in specbatch._core.StepBuffers.
 
@@ -110,6 +127,9 @@ class StepArrays:
         self.packed_device = torch.zeros(size, dtype=torch.int32, device=device) if two else self.packed_host
         self.host: dict[str, NDArray[np.int32]] = {n: self._slice(self.packed_host, n).numpy() for n in self.shapes}
         self.device: dict[str, Tensor] = {n: self._slice(self.packed_device, n) for n in self.shapes}
+        end = self._offsets["draft_block_tables"]
+        self._all_but_tables = self.packed_device[:end], self.packed_host[:end]
+        self._table_parts: dict[tuple[str, int, int], _TablePart] = {}  # views cost the host more than small copies
         self._core: StepBuffers | None = None
         self._copied = torch.cuda.Event() if cuda and torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
         tables = size - self._offsets["draft_block_tables"] if two else 0
@@ -133,34 +153,39 @@ class StepArrays:
         """Copy what the step needs to the device, asynchronously; nothing on the CPU."""
         if self.packed_device is self.packed_host:
             return
-        end = self._offsets["draft_block_tables"]
-        self.packed_device[:end].copy_(self.packed_host[:end], non_blocking=True)
-        self._copy_tables("block_tables", info.num_rows, info.max_seq_len)
+        self._all_but_tables[0].copy_(self._all_but_tables[1], non_blocking=True)
+        self._copy_table("block_tables", info.num_rows, info.max_seq_len)
         if info.draft_num_tokens:
-            self._copy_tables("draft_block_tables", info.num_rows, info.draft_max_seq_len + info.max_draft_tokens)
+            self._copy_table("draft_block_tables", info.num_rows, info.draft_max_seq_len + info.max_draft_tokens)
         if self._copied is not None:
             self._copied.record()
 
-    def _copy_tables(self, name: str, rows: int, tokens: int) -> None:
-        """The first `rows` rows of a table, and of them the columns that `tokens` tokens can reach.
+    def _copy_table(self, name: str, rows: int, tokens: int) -> None:
+        """The first `rows` rows of a table and a few more, and of them the columns that `tokens` tokens can reach.
 
         Columns past them keep what earlier steps left: nobody reads a table beyond its row's length.
         """
-        device, host = self.device[name], self.host[name]
-        size, width = self._block_sizes[name], host.shape[1]
-        columns = min(-(-tokens // size), width) if size else width
-        if 2 * columns > width:
-            device[:rows].copy_(torch.from_numpy(host[:rows]), non_blocking=True)
-            return
-        # A copy of columns cannot be asynchronous; packed side by side they can.
-        start = (
-            0 if name == "draft_block_tables" else self._offsets["block_tables"] - self._offsets["draft_block_tables"]
-        )
-        staged = self._staged[start : start + rows * columns].view(rows, columns)
-        np.copyto(staged.numpy(), host[:rows, :columns])
-        arrived = self._arrived[start : start + rows * columns].view(rows, columns)
-        arrived.copy_(staged, non_blocking=True)
-        device[:rows, :columns].copy_(arrived)
+        size, (most, width) = self._block_sizes[name], self.shapes[name]
+        columns = -(-tokens // size) if size else width
+        shape = min(_rounded(rows), most), min(_rounded(columns), width)
+        part = self._table_parts.get((name, *shape))
+        if part is None:
+            part = self._table_parts[name, *shape] = self._table_part(name, *shape)
+        if part.staged is not None:
+            np.copyto(part.staged, part.host)
+        part.arrived.copy_(part.sent, non_blocking=True)
+        if part.staged is not None:
+            part.device.copy_(part.arrived)
+
+    def _table_part(self, name: str, rows: int, columns: int) -> _TablePart:
+        """How a part of a table is copied. A copy of columns cannot be asynchronous; packed side by side they can."""
+        device, host = self.device[name][:rows, :columns], self.host[name][:rows, :columns]
+        if 2 * columns > self.shapes[name][1]:
+            whole = self.device[name][:rows]
+            return _TablePart(host, None, torch.from_numpy(self.host[name][:rows]), whole, whole)
+        start = self._offsets[name] - self._offsets["draft_block_tables"]
+        sent, arrived = (t[start : start + rows * columns].view(rows, columns) for t in (self._staged, self._arrived))
+        return _TablePart(host, sent.numpy(), sent, arrived, device)
 
     def await_copy(self) -> None:
         """Return when the last copy to the device is through, and the host arrays may be refilled."""
