@@ -173,10 +173,10 @@ class LiveEvents(JobEvents):
 
     is_live = True
 
-    def __init__(self, stream: SafeStream, *, stalled: Callable[[str], object] | None = None) -> None:
-        """`stalled`: what to do with the message of a stall, when it is not only to be said."""
+    def __init__(self, stream: SafeStream, *, ending: Callable[[SpecbatchError], object] | None = None) -> None:
+        """`ending`: what to do when the process is about to end, besides nothing but saying it."""
         self.console = make_console(stream)
-        self._stalled = stalled
+        self._ending = ending
         self._display = RunDisplay()
         self._live = Live(
             self._display,
@@ -241,9 +241,9 @@ class LiveEvents(JobEvents):
     def stopping(self, reason: str, seconds: float) -> None:
         self.say("stopping", wording.stopping_line(reason, seconds), style="yellow")
 
-    def stalled(self, message: str) -> None:
+    def ending(self, error: SpecbatchError) -> None:
         self.close()
-        (self._stalled or super().stalled)(message)
+        (self._ending or super().ending)(error)
 
 
 def print_summary(stream: SafeStream, result: JobResult) -> None:

@@ -121,13 +121,13 @@ class Stalled(SpecbatchError):
 
 
 class Interrupted(SpecbatchError):
-    """INT or TERM before there was anything to drain."""
+    """INT or TERM before there was anything to drain, or in a call that never returned."""
 
     code = "interrupted"
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, detail: str = "") -> None:
         name = {2: "SIGINT", 15: "SIGTERM"}.get(number, f"signal {number}")
-        super().__init__(f"stopped by {name}")
+        super().__init__(f"stopped by {name}{detail}", hint="run it again to continue")
         self.exit_code = ExitCode(128 + number)  # type: ignore[misc]
 
 

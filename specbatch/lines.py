@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Literal
 
 from specbatch import wording
+from specbatch.errors import SpecbatchError
 from specbatch.job.options import JobEvents, JobPlan, JobProgress
 from specbatch.meter import Meter
 from specbatch.streams import SafeStream, printable
@@ -57,14 +58,14 @@ class LineEvents(JobEvents):
         *,
         interval: float = 60.0,
         show_progress: bool = True,
-        stalled: Callable[[str], object] | None = None,
+        ending: Callable[[SpecbatchError], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stalled`: what to do with the message of a stall, when it is not only to be said."""
+        """`ending`: what to do when the process is about to end, besides nothing but saying it."""
         self._log = log
         self._interval = interval
         self._show_progress = show_progress
-        self._stalled = stalled
+        self._ending = ending
         self._clock = clock
         self._meter = Meter()
         self._next: float | None = None
@@ -124,5 +125,5 @@ class LineEvents(JobEvents):
     def stopping(self, reason: str, seconds: float) -> None:
         self._log.say("stopping", wording.stopping_line(reason, seconds), reason=reason, seconds=seconds)
 
-    def stalled(self, message: str) -> None:
-        (self._stalled or super().stalled)(message)
+    def ending(self, error: SpecbatchError) -> None:
+        (self._ending or super().ending)(error)

@@ -9,7 +9,9 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from typing import Any
 
 from specbatch import __version__, config, wording
 from specbatch.config import Settings
-from specbatch.errors import DiskFull, ExitCode, OutOfMemory, ResourceError, SpecbatchError, Stalled, UsageError
+from specbatch.errors import DiskFull, ExitCode, OutOfMemory, ResourceError, SpecbatchError, UsageError
 from specbatch.streams import SafeStream, is_smart, printable
 
 _BAD_PATH = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR)
@@ -50,7 +52,8 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
             from specbatch.dry_run import dry_run
 
             return dry_run(options, settings)
-        return _run_job(settings, options, ending)
+        with _deaf_to_usr1():
+            return _run_job(settings, options, ending)
     except SpecbatchError as error:
         return ending.failed(error)
     except KeyboardInterrupt:  # before the job took the signals over
@@ -58,6 +61,19 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
         return ExitCode.INTERRUPTED
     except Exception as error:
         return ending.failed(unexpected(error))
+
+
+@contextlib.contextmanager
+def _deaf_to_usr1() -> Iterator[None]:
+    """Who asks for progress before the job listens gets none; without this the signal would end the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _run_job(settings: Settings, options: Any, ending: Ending) -> int:
@@ -85,21 +101,17 @@ def _events(view: Any, ending: Ending) -> Iterator[Any]:
     """The observer of the job that fits stderr and the options; whatever it drew is put away afterwards."""
     from specbatch.lines import LineEvents, Log
 
-    def stalled(message: str) -> None:
-        """The process ends when this returns: these are its last words."""
-        ending.failed(Stalled(message, hint="the stacks above say where; run it again to continue"))
-
     stderr = SafeStream(sys.stderr)
     as_json = view.log_format == "json" or view.progress == "json"
     wants_bar = view.progress in ("auto", "bar") and not as_json
     if wants_bar and is_smart(stderr, os.environ):
         from specbatch.console import LiveEvents
 
-        with LiveEvents(stderr, stalled=stalled) as live:
+        with LiveEvents(stderr, ending=ending.failed) as live:
             yield live
         return
     log = Log(stderr, "json" if as_json else "text")
-    yield LineEvents(log, interval=view.log_interval, show_progress=view.progress != "none", stalled=stalled)
+    yield LineEvents(log, interval=view.log_interval, show_progress=view.progress != "none", ending=ending.failed)
 
 
 def _print_config(settings: Settings, *, as_json: bool) -> int:

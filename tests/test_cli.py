@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -183,9 +184,24 @@ def test_a_defect_is_one_line_and_its_traceback_only_on_request(
     assert main(arguments) == 1
     assert "Traceback" in capsys.readouterr().err
     monkeypatch.delenv("SPECBATCH_DEBUG")
-    monkeypatch.setattr(specbatch.inspect_command, "report", broken)
+    monkeypatch.setattr("specbatch.inspect_command.report", broken)
     assert main(["inspect", "x"]) == 1  # the other commands too
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_usr1_before_the_job_listens_ends_nothing(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import specbatch.target
+
+    real = specbatch.target.make_target
+
+    def asked_early(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return real(*arguments)
+
+    monkeypatch.setattr(specbatch.target, "make_target", asked_early)
+    before = signal.getsignal(signal.SIGUSR1)
+    assert main(["run", prompts, "--model", "stand-in"]) == 0
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_what_runs_out_is_a_resource_not_a_defect(

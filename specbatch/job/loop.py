@@ -86,7 +86,7 @@ class JobLoop:
         self._items = 0  # taken from the feeder
         self._closing = False  # stopping, and the feeder's next rows would need the engine
         self._next_tick = self._next_flush = 0.0
-        self._watchdog = Watchdog(options.stall_timeout, self._describe, events.stalled, end=interrupts.active)
+        self._watchdog = Watchdog(options.stall_timeout, self._describe, events.ending, end=interrupts.active)
 
     def run(self) -> None:
         """Until everything is committed, or `stop` says why not. Raises SpecbatchError."""

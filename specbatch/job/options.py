@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from specbatch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from specbatch.errors import SpecbatchError
     from specbatch.requests import BatchEngine, EngineProgress, Tokenizer
 
 OverlongPolicy = Literal["error", "truncate-left", "truncate-right", "skip"]
@@ -174,9 +175,12 @@ class JobEvents:
     def stopping(self, reason: str, seconds: float) -> None:
         """No new rows from now on; what runs has this many seconds."""
 
-    def stalled(self, message: str) -> None:
-        """No progress for too long: the process is about to end. NOTE: called on the watchdog's thread."""
-        print(message, file=sys.stderr, flush=True)
+    def ending(self, error: SpecbatchError) -> None:
+        """The process is about to end in the middle of run_job: a stall, or a signal that it could not drain after.
+
+        NOTE: called on another thread, while the calling one hangs; a stall in a process of somebody else only says so.
+        """
+        print(error.message, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)

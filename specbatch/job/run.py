@@ -50,7 +50,7 @@ def run_job(
     """
     started = time.monotonic()
     events = events or JobEvents()
-    with Interrupts(active=handle_signals, grace=options.grace) as interrupts:
+    with Interrupts(active=handle_signals, grace=options.grace, ending=events.ending) as interrupts:
         plan = make_plan(options, target)
         outputs.create(options.output)
         lock = OutputLock(options.output / DIRECTORY / "lock")

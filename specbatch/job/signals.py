@@ -17,15 +17,22 @@ from collections.abc import Callable, Hashable
 from types import FrameType, TracebackType
 from typing import Any, Final
 
+from specbatch.errors import Interrupted, SpecbatchError, Stalled
+
+_LAST_WORDS: Final = 5.0  # seconds for them
 _HARD_MARGIN: Final = 8.0  # seconds after the grace period in which a drained job must have ended
 
 
 class Interrupts:
     """Takes INT, TERM and USR1 over while active (main thread only); else it is only a place to ask."""
 
-    def __init__(self, *, active: bool, grace: float) -> None:
+    def __init__(
+        self, *, active: bool, grace: float, ending: Callable[[SpecbatchError], object] = lambda error: None
+    ) -> None:
+        """`ending` is called, on another thread, before a process is ended that could not drain."""
         self.active = active
         self._grace = grace
+        self._ending = ending
         self._handlers: dict[signal.Signals, Any] = {}
         self._report = False
         self._pair: tuple[socket.socket, socket.socket] | None = None
@@ -87,23 +94,29 @@ class Interrupts:
 
     def _end_late(self, number: int) -> None:
         """A job that cannot drain (a model that is loading, a hung device) is ended all the same."""
-        time.sleep(self._grace + _HARD_MARGIN)
+        late = self._grace + _HARD_MARGIN
+        time.sleep(late)
         if self._pair is not None:
+            threading.Timer(_LAST_WORDS, os._exit, (128 + number,)).start()  # should they not come out
+            with contextlib.suppress(Exception):
+                self._ending(Interrupted(number, f", but a call did not return for {late:.0f} s"))
             os._exit(128 + number)
 
 
 class Watchdog:
     """Speaks up when nothing changes for `timeout` seconds while it is armed (0: never).
 
-    Every thread's stack goes to stderr; then `stalled(message)` is called on the watchdog's thread; then, with `end`,
+    Every thread's stack goes to stderr; then `ending(Stalled)` is called on the watchdog's thread; then, with `end`,
     the process ends with exit 1. Should a call hold the interpreter, the faulthandler's own timer does that a little
-    later, without `stalled`. Without `end` (the process is not the job's own, such as a notebook) it only tells.
+    later, without `ending`. Without `end` (the process is not the job's own, such as a notebook) it only tells.
     """
 
-    def __init__(self, timeout: float, state: Callable[[], str], stalled: Callable[[str], None], *, end: bool) -> None:
+    def __init__(
+        self, timeout: float, state: Callable[[], str], ending: Callable[[SpecbatchError], object], *, end: bool
+    ) -> None:
         self._timeout = timeout
         self._state = state
-        self._stalled = stalled
+        self._ending = ending
         self._end = end
         self._signature: Hashable = None
         self._since = time.monotonic()
@@ -142,7 +155,8 @@ class Watchdog:
                 with contextlib.suppress(Exception):
                     faulthandler.dump_traceback(all_threads=True)
                 with contextlib.suppress(Exception):  # last, so that it is what the end of a log shows
-                    self._stalled(f"no progress for {waited:.0f} s (--stall-timeout): {self._state()}")
+                    message = f"no progress for {waited:.0f} s (--stall-timeout): {self._state()}"
+                    self._ending(Stalled(message, hint="the stacks above say where; run it again to continue"))
                 if self._end:
                     os._exit(1)
                 self._since = time.monotonic()  # say it again after as long

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.errors import ExitCode, Interrupted, ResourceError
+from specbatch.errors import ExitCode, Interrupted, ResourceError, SpecbatchError
 from specbatch.job.lock import OutputLock
 from specbatch.job.options import JobOptions
 from specbatch.job.run import run_job
@@ -71,9 +71,9 @@ class TestJ36Stall:
         monkeypatch.setattr("specbatch.job.signals.os._exit", leave)
         monkeypatch.setattr("specbatch.job.signals.faulthandler.dump_traceback", lambda **keywords: None)
         table = write(tmp_path / "in.parquet", {"prompt": prompts(5)})
-        stalled: list[str] = []
+        stalled: list[SpecbatchError] = []
         events = Recorder()
-        monkeypatch.setattr(events, "stalled", stalled.append, raising=False)
+        monkeypatch.setattr(events, "ending", stalled.append, raising=False)
         result = run_job(
             JobOptions(inputs=(str(table),), output=tmp_path / "out", stall_timeout=0.5, grace=0.2),
             target=target(),
@@ -82,12 +82,12 @@ class TestJ36Stall:
             handle_signals=True,
         )
         assert ended[0] == ExitCode.UNEXPECTED
-        assert "rows 0/5" in stalled[0]
+        assert "rows 0/5" in stalled[0].message
         assert result.exit_code == ExitCode.INTERRUPTED  # what the test itself did instead of ending
 
     def test_a_watchdog_that_does_not_own_the_process_only_tells(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("specbatch.job.signals.faulthandler.dump_traceback", lambda **keywords: None)
-        stalled: list[str] = []
+        stalled: list[SpecbatchError] = []
         quiet = Watchdog(60.0, lambda: "", stalled.append, end=False)
         dog = Watchdog(0.2, lambda: "the state", stalled.append, end=False)
         try:
@@ -98,7 +98,7 @@ class TestJ36Stall:
             dog.rest()
             time.sleep(0.1)
             said = len(stalled)
-            assert all("the state" in message for message in stalled)
+            assert all("the state" in error.message for error in stalled)
             time.sleep(0.6)
             assert len(stalled) == said
         finally:
@@ -150,11 +150,14 @@ class TestJ37Signals:
     @pytest.mark.slow
     def test_a_step_that_hangs_does_not_outlive_the_grace_period(self, tmp_path: Path) -> None:
         table = write(tmp_path / "in.parquet", {"prompt": prompts(50)})
-        process = start(table, "-o", tmp_path / "out", "--grace", "0", standin="capacity=5,hang_after=3")
+        options = ["--grace", "0", "--json"]
+        process = start(table, "-o", tmp_path / "out", *options, standin="capacity=5,hang_after=3")
         hanging(tmp_path / "out", process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-        finish(process)
+        code, out, err = finish(process)
+        assert code == 128 + signal.SIGTERM
+        assert json.loads(out.splitlines()[-1])["error"]["code"] == "interrupted"
+        assert "error: stopped by SIGTERM, but a call did not return for 8 s [exit 143]" in err
 
 
 class TestInThisProcess:
