@@ -213,6 +213,12 @@ def _bench(values: dict[str, Any], inputs: list[str]) -> int:
     return bench(values, inputs)
 
 
+def _verify(values: dict[str, Any], outputs: list[str]) -> int:
+    from specbatch.verify_command import verify
+
+    return verify(values, outputs)
+
+
 def _doctor(values: dict[str, Any], nothing: list[str]) -> int:
     from specbatch.doctor_command import examine
 
@@ -224,6 +230,7 @@ _HANDLERS: dict[str, Callable[[dict[str, Any], list[str]], int]] = {
     "inspect": _inspect,
     "plan": _plan,
     "bench": _bench,
+    "verify": _verify,
     "doctor": _doctor,
 }
 

@@ -117,6 +117,25 @@ BENCH: Final = CommandSpec(
         ("specbatch bench prompts.parquet --synthetic-acceptance 0.75", "what a better draft would bring"),
     ),
 )  # fmt: skip
+VERIFY: Final = CommandSpec(
+    "verify",
+    "Make rows of a finished output again without speculation, and compare.",
+    "OUT",
+    "Output directory of a run.",
+    (
+        OptionSpec("sample", "Options", "int", "sample", "Rows to look at, at random.", "N", "100"),
+        OptionSpec("seed", "Options", "int", "seed", "Of the choice of rows.", "N", "0"),
+        OptionSpec("tie-margin", "Options", "float", "tie_margin", "Logits less than this apart are a tie.", "X",
+                   "0.002 in float32"),
+        OptionSpec("model", "Options", "text", "model", "Where the model is now.", "DIR", "as recorded", short="-m"),
+        OptionSpec("chat-template", "Options", "path", "chat_template", "Jinja file, if the run had one.", "FILE"),
+        OptionSpec("device", "Options", "text", "device", "Where to run: auto, cpu, cuda or cuda:N.", "DEVICE", "auto"),
+        OptionSpec("threads", "Options", "int", "threads", "CPU threads of the model.", "N", "the cores given to it"),
+        OptionSpec("max-num-seqs", "Options", "int", "max_num_seqs", "Rows running at once.", "N"),
+        _JSON,
+    ),
+    (("specbatch verify prompts.out --sample 100", "identical, tie or structural; exit code 1 for structural"),),
+)  # fmt: skip
 DOCTOR: Final = CommandSpec(
     "doctor",
     "Try what works on this machine: devices, attention backends, graphs, speculation.",
@@ -129,5 +148,5 @@ DOCTOR: Final = CommandSpec(
     (("specbatch doctor", "before the first night on a new machine"),),
 )
 
-COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT, PLAN, BENCH, DOCTOR)
+COMMANDS: Final[tuple[CommandSpec, ...]] = (RUN, INSPECT, VERIFY, PLAN, BENCH, DOCTOR)
 BY_COMMAND: Final[dict[str, CommandSpec]] = {command.name: command for command in COMMANDS}
