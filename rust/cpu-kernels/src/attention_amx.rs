@@ -279,18 +279,23 @@ unsafe fn absorb(weights: *const Line, values: *const Line, depth: usize, column
     }
 }
 
+/// Where each of 32 numbers stands in the two lines that `interleave` spread it over.
+const ORDER: [[i32; LANES]; 2] = {
+    let mut order = [[0; LANES]; 2];
+    let mut i = 0;
+    while i < 32 {
+        order[i / 16][i % 16] = (i / 8 * 4 + i % 4 + if i % 8 < 4 { 0 } else { 16 }) as i32;
+        i += 1;
+    }
+    order
+};
+
 /// One lane's numbers in their order.
 #[target_feature(enable = "avx512f")]
 unsafe fn give(sums: *const Line, lane: usize, dim: usize, factor: f32, out: *mut f32) {
-    let order = |half: i32| -> [i32; 16] {
-        std::array::from_fn(|i| {
-            let number = 16 * half + i as i32; // of 32
-            number / 8 * 4 + number % 4 + if number % 8 < 4 { 0 } else { 16 }
-        })
-    };
     // SAFETY: the caller's.
     unsafe {
-        let orders = [0, 1].map(|half| _mm512_loadu_si512(order(half).as_ptr().cast()));
+        let orders = [0, 1].map(|half: usize| _mm512_loadu_si512(ORDER[half].as_ptr().cast()));
         let factor = _mm512_set1_ps(factor);
         for d in (0..dim).step_by(32) {
             let at = |tile: usize| _mm512_load_ps(sums.add((d / LANES + tile) * LANES + lane).cast());

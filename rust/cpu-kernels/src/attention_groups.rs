@@ -16,6 +16,7 @@ pub const BLOCK: usize = 64;
 
 /// Where a block's keys and values are; those that no query of the tile sees are a row of zeros, so that whatever
 /// stands in memory that is not the row's reaches no sum.
+#[derive(Clone, Copy)]
 pub struct Block<E> {
     pub keys: [*const E; BLOCK],
     pub values: [*const E; BLOCK],
@@ -109,8 +110,14 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, out: Shared) {
             }
             let (first, last) = task.keys();
             let mut at = first - first % BLOCK;
+            let zero = zero.cast_const().cast();
+            let mut next = Block::new(task, at, (first, last), zero);
             while at < last {
-                let mut block = Block::new(task, at, (first, last), zero.cast_const().cast());
+                let mut block = next;
+                if at + BLOCK < last {
+                    next = Block::new(task, at + BLOCK, (first, last), zero);
+                    next.fetch(dim);
+                }
                 K::take(&mut block, dim, shared);
                 let n = block.count.next_multiple_of(K::STEP);
                 for (g, (sight, running)) in all.iter_mut().enumerate() {
@@ -176,6 +183,20 @@ impl<E: Stored> Block<E> {
             j += run;
         }
         block
+    }
+}
+
+impl<E> Block<E> {
+    /// Ask for the block's memory while another is being worked on: the processor itself guesses no further than the
+    /// end of a page.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn fetch(&self, dim: usize) {
+        for row in self.keys[..self.count].iter().chain(&self.values[..self.count]) {
+            for line in (0..dim * size_of::<E>()).step_by(64) {
+                _mm_prefetch::<_MM_HINT_T0>(row.cast::<i8>().wrapping_add(line));
+            }
+        }
     }
 }
 
