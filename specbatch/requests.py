@@ -13,7 +13,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.errors import ResourceError
 from specbatch.sampling_params import SamplingParams
+
+
+class DeviceLost(ResourceError):
+    """Raised by an engine's add() or step() when its device answers nothing any more: what it had must run elsewhere."""
+
+    code = "no_device"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,15 @@ def make_stand_in(options: EngineOptions | None = None) -> tuple[Target, EngineF
     fingerprint = {"model": "stand-in", "tokenizer": "bytes", "chat_template": "stand-in"}
     target = Target("stand-in", length, fingerprint, StandInTokenizer)
 
-    def factory(context: EngineContext) -> BatchEngine:
+    def make(context: EngineContext, chosen: object = None) -> BatchEngine:
         return StandInEngine(settings, max_model_len=length)
 
-    return target, factory
+    if options is not None and len(options.devices) > 1 and options.devices != "all":
+        from specbatch.target import make_fleet
+
+        several = [(f"stand-in {number}", options) for number in options.devices]
+        return target, lambda context: make_fleet(several, context, make)
+    return target, make
 
 
 class StandInTokenizer:

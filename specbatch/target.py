@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -44,10 +45,8 @@ def make_target(options: EngineOptions) -> tuple[Target, EngineFactory]:
     for name, why in IDLE_OPTIONS.items():
         if getattr(options, name) != getattr(defaults, name):
             raise UsageError(f"--{name.replace('_', '-')} has no effect: {why}", hint="leave it out")
-    if options.devices == "all" or len(options.devices) > 1:
-        raise UsageError("--devices: one engine drives one device in this version", hint="name one: --devices 0")
     try:
-        return _local_model(options.for_device(options.devices[0]) if options.devices else options)
+        return _local_model(options)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -80,17 +79,60 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
         make_tokenizer=lambda: tokenizer,
     )
 
-    def factory(context: EngineContext) -> BatchEngine:
+    def make(context: EngineContext, chosen: EngineOptions) -> BatchEngine:
         from specbatch.compose import make_engine
 
         resolved = context.resolved.get("dtype")
-        chosen = replace(options, dtype=resolved) if options.dtype == "auto" and resolved else options  # type: ignore[arg-type]
+        if chosen.dtype == "auto" and resolved:
+            chosen = replace(chosen, dtype=resolved)  # type: ignore[arg-type]
         try:
             return make_engine(chosen, log_decision=context.log_decision, tokenizer=tokenizer, say=context.say)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    return target, factory
+    return target, lambda context: _on_devices(options, context, make)
+
+
+def _on_devices(
+    options: EngineOptions, context: EngineContext, make: Callable[[EngineContext, EngineOptions], BatchEngine]
+) -> BatchEngine:
+    """One engine, or several as one: what --device and --devices ask for."""
+    if not options.devices:
+        return make(context, options)
+    numbers = options.devices
+    if numbers == "all":
+        from specbatch.engine.device import count_cuda_devices
+
+        numbers = tuple(range(count_cuda_devices()))
+    if not numbers:
+        raise UsageError("--devices all: torch sees no CUDA device", hint="see: specbatch doctor")
+    if len(numbers) == 1:
+        return make(context, options.for_device(numbers[0]))
+    return make_fleet([(f"cuda:{n}", options.for_device(n)) for n in numbers], context, make)
+
+
+def make_fleet(
+    devices: Sequence[tuple[str, EngineOptions]],
+    context: EngineContext,
+    make: Callable[[EngineContext, EngineOptions], BatchEngine],
+) -> BatchEngine:
+    """An engine a (name, options), driven as one. What they decide goes to one log, with the device's name."""
+    lock = threading.Lock()
+
+    def maker(name: str, chosen: EngineOptions) -> Callable[[Mapping[str, object]], BatchEngine]:
+        def log(record: Mapping[str, object]) -> None:
+            with lock:
+                context.log_decision({"device": name, **record})
+
+        def build(resolved: Mapping[str, object]) -> BatchEngine:
+            own = replace(context, log_decision=log, resolved={**resolved, **context.resolved})
+            return make(own, chosen)
+
+        return build
+
+    from specbatch.job.fleet import Fleet
+
+    return Fleet([(name, maker(name, chosen)) for name, chosen in devices])
 
 
 def _fingerprint(options: EngineOptions, folder: Path, chat_template: str | None) -> dict[str, str]:

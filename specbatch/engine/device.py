@@ -30,6 +30,22 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def count_cuda_devices() -> int:
+    """Devices that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether a CUDA device answers nothing any more. (An error in a kernel ends the whole context: no later call works.)"""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def use_threads(threads: int | None) -> int:
     """Set torch's CPU threads: as asked, or the cores this process may run on. Returns the number in force."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

@@ -5,6 +5,7 @@ Owns the models, their pages and the outstanding step. Knows nothing of Parquet,
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 
 from specbatch import _core
 from specbatch._core import Scheduler, StepInfo
+from specbatch.engine.device import is_lost
 from specbatch.engine.draft_probe import draft_probe
 from specbatch.engine.eager import EagerSteps, StepOutcome
 from specbatch.engine.observe import PolicyDriver, SpeculationPolicy
 from specbatch.engine.parts import EngineParts
 from specbatch.engine.results import ResultCollector
 from specbatch.errors import OutOfMemory
-from specbatch.requests import EngineProgress, FinishedRows, RequestBatch
+from specbatch.requests import DeviceLost, EngineProgress, FinishedRows, RequestBatch
 from specbatch.sampling_params import SamplingParams
 
 _NO_STEP = 0
@@ -167,6 +169,8 @@ class Engine:
             self._forget_step()
             if "allocate memory" in str(error):  # the CPU allocator's words
                 raise OutOfMemory(f"out of memory with {self._rows_at_work()} rows: {error}") from error
+            if is_lost(self.plan.device):
+                raise DeviceLost(f"{self.plan.device} no longer works: {error}") from error
             raise
         except BaseException:
             self._forget_step()
@@ -265,7 +269,8 @@ class Engine:
         """The outstanding step is dropped: nothing of it is committed, its pages are as before."""
         self._launched = None
         if self._graphs is not None:
-            self._graphs.drop()
+            with contextlib.suppress(RuntimeError):  # of a device that is lost
+                self._graphs.drop()
         if self._step_id != _NO_STEP:
             self.core.abort_step(self._step_id)
             self._step_id = _NO_STEP

@@ -82,6 +82,8 @@ class Models:
 def build_parts(plan: EnginePlan, options: EngineOptions, tokenizer: HFTokenizer | None = None) -> EngineParts:
     """Load the models and allocate the pages. Raises ValueError naming what does not fit, OutOfMemoryError of torch."""
     tokenizer = tokenizer or HFTokenizer(plan.model)
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)  # of this thread: events, streams and graphs are the current device's
     models = load_models(plan, options)
     if plan.device.type == "cuda" and options.kv_memory_bytes is None:
         from specbatch.engine.memory_fit import CudaMeter, fit_pages

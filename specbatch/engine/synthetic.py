@@ -47,10 +47,10 @@ class SyntheticEngine(Engine):
     def _made_up(self, outcome: StepOutcome) -> StepOutcome:
         """The same step with other counts. Tokens past what was really accepted are any that the vocabulary has."""
         drafted, tokens = outcome.num_draft, outcome.token_ids
-        width = tokens.shape[1] - 1
+        width = min(tokens.shape[1] - 1, len(self.accept))
         hits = self._dice.random((len(drafted), width)) < self.accept[:width]
         hits &= np.arange(width) < drafted[:, None]
         accepted = np.cumprod(hits, axis=1).sum(axis=1).astype(np.int32)
         real = np.arange(width + 1) < outcome.num_sampled[:, None]
-        tokens = np.ascontiguousarray(np.where(real, tokens, tokens[:, :1]))
+        tokens = np.ascontiguousarray(np.where(real, tokens[:, : width + 1], tokens[:, :1]))
         return StepOutcome(tokens, accepted + 1, drafted, None, outcome.draft_seconds)

@@ -58,6 +58,9 @@ class EngineDriver:
         self.prompt_tokens = 0  # of the samples finished
         self.completion_tokens = 0
         self._reduce = getattr(engine, "reduce_batch", None)
+        self._window = MIN_WINDOW * int(getattr(engine, "num_engines", 1))
+        if hasattr(engine, "on_warning"):
+            engine.on_warning = warn
 
     # -- shards in work
 
@@ -81,7 +84,7 @@ class EngineDriver:
         """Rows the engine would like to have more; 0 while rows are being retried."""
         if self._retries or self._group is not None:
             return 0
-        window = max(MIN_WINDOW, 2 * running)
+        window = max(self._window, 2 * running)
         if self._largest is not None:
             window = min(window, max(1, self._largest // 2))
         return max(0, window - self.engine.num_unfinished)
