@@ -127,6 +127,14 @@ class TestRecovery:
         assert np.flatnonzero(spool.answered).tolist() == [0, 1, 3, 4, 5]
 
 
+def test_an_answer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    spool = open_spool(tmp_path / "s")
+    spool.append(batch([1]))
+    spool.flush()
+    with pytest.raises(AssertionError, match="no answer for 2 slots, the first 0"):
+        texts(spool, [1, 0, 2])
+
+
 def test_old_answers_are_flushed(tmp_path: Path) -> None:
     spool = open_spool(tmp_path / "s")
     spool.append(batch([1]))

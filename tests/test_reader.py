@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -120,6 +121,44 @@ class TestSchemas:
         assert rows_of(open_inputs(tmp_path), ["prompt", "n", "new"]) == [
             ("a", 1.0, None), ("b", 2.5, "x"), ("c", None, None),
         ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "kinds",
+        [
+            (pa.string(), pa.dictionary(pa.int8(), pa.string())),
+            (pa.dictionary(pa.int32(), pa.string()), pa.large_string()),
+            (pa.string_view(), pa.string(), pa.dictionary(pa.int8(), pa.string())),
+            (pa.null(), pa.dictionary(pa.int8(), pa.string()), pa.binary_view()),
+        ],
+    )
+    def test_texts_of_several_types_are_texts(self, tmp_path: Path, kinds: tuple[pa.DataType, ...]) -> None:
+        """One file of many has a categorical, as pandas likes to write them."""
+        for i, kind in enumerate(kinds):
+            texts = pa.nulls(2) if kind == pa.null() else pa.array(["a", "b"]).cast(kind)
+            write(tmp_path / f"{i}.parquet", {"prompt": texts})
+        found = [row[0] for row in rows_of(open_inputs(tmp_path), ["prompt"])]
+        found = [value.decode() if isinstance(value, bytes) else value for value in found]
+        assert found == [value for kind in kinds for value in ((None, None) if kind == pa.null() else ("a", "b"))]
+
+    def test_integers_and_decimals(self, tmp_path: Path) -> None:
+        write(tmp_path / "a.parquet", {"n": pa.array([2**63 - 1])})
+        write(tmp_path / "b.parquet", {"n": pa.array([Decimal("1.10")], pa.decimal128(10, 2))})
+        found = [row[0] for row in rows_of(open_inputs(tmp_path), ["n"])]
+        assert found == [2**63 - 1, Decimal("1.10")]
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (pa.string(), pa.int64()),
+            (pa.list_(pa.int64()), pa.int64()),
+        ],
+    )
+    def test_types_without_a_common_one(self, tmp_path: Path, one: pa.DataType, other: pa.DataType) -> None:
+        write(tmp_path / "a.parquet", {"prompt": ["a"], "n": pa.nulls(1, one)})
+        write(tmp_path / "b.parquet", {"prompt": ["b"], "n": pa.nulls(1, other)})
+        with pytest.raises(SchemaError, match="column 'n' is") as caught:
+            open_inputs(tmp_path)
+        assert "a.parquet" in caught.value.message
 
     def test_types_that_do_not_fit(self, tmp_path: Path) -> None:
         write(tmp_path / "a.parquet", {"prompt": ["a"], "n": [1]})

@@ -67,11 +67,10 @@ class Intake:
         greedy = work.seeds == GREEDY_SEED
         if self._own is not None:
             taken += self._deduplicate(live, rows, work.keys, greedy, free, previous_good)
-        if self._n > 1:
+        if self._n > 1:  # what an earlier start left in the spool included
             live.single[rows[greedy]] = True
+            live.single[work.start + np.array(work.outcomes.rows, np.int64)] = True
         outcomes, outcome_rows = self._new_outcomes(live, work, previous_good)
-        if self._n > 1:
-            live.single[outcome_rows] = True
         slots, index = self._missing_slots(live, rows, np.flatnonzero(free))
         return Work(
             live,

@@ -193,19 +193,44 @@ def _unify(specs: Sequence[InputSpec], files: Sequence[InputFile], hive: dict[st
         repeated = next((n for i, n in enumerate(file.schema.names) if n in file.schema.names[:i]), None)
         if repeated is not None:
             raise SchemaError(f"{spec.path} has two columns named {repeated!r}", hint="rename one of them")
-    schema = files[0].schema.remove_metadata()
+    fields = {field.name: field for field in files[0].schema}
     for spec, file in zip(specs[1:], files[1:], strict=True):
-        other = file.schema.remove_metadata()
-        if other.equals(schema):
-            continue
-        try:
-            schema = pa.unify_schemas([schema, other], promote_options="permissive")
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            name = next(n for n in other.names if n in schema.names and schema.field(n).type != other.field(n).type)
-            raise SchemaError(
-                f"column {name!r} is {other.field(name).type} in {spec.path} but {schema.field(name).type} "
-                f"in {specs[0].path}"
-            ) from error
+        for field in file.schema:
+            known = fields.setdefault(field.name, field)
+            kind = _common_type(known.type, field.type)
+            if kind is None:
+                raise SchemaError(
+                    f"column {field.name!r} is {field.type} in {spec.path} but {known.type} in {specs[0].path}"
+                )
+            fields[field.name] = known.with_type(kind)
+    schema = pa.schema(fields.values())
     for name, kind in hive.items():
         schema = schema.append(pa.field(name, kind))
     return schema
+
+
+def _common_type(one: Any, other: Any) -> Any:
+    """A type that holds the values of both; None when there is none."""
+    if one == other:
+        return one
+    for first, second in ((one, other), (_plain(one), _plain(other))):
+        try:
+            pair = [pa.schema([("x", kind)]) for kind in (first, second)]
+            common = pa.unify_schemas(pair, promote_options="permissive").field(0).type
+            if pa.types.is_decimal(common) and pa.types.is_integer(first if pa.types.is_decimal(second) else second):
+                common = pa.decimal128(38, common.scale)  # Arrow's own choice has a digit too few for every integer
+            for kind in (one, other):
+                pa.array([], kind).cast(common)
+            return common
+        except (pa.ArrowException, ValueError, TypeError):
+            continue
+    return None
+
+
+def _plain(kind: Any) -> Any:
+    """Without dictionaries and views: one file may have them where another has not, with the same values."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind

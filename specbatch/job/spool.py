@@ -154,6 +154,8 @@ class Spool:
         if len(slots) == 0:
             return empty(self.schema)
         where = self._where[slots]
+        if (missing := slots[where == ABSENT]).size:
+            raise AssertionError(f"{self.path}: no answer for {missing.size} slots, the first {missing[0]}")
         frames, rows = where >> _POSITION_BITS, where & (1 << _POSITION_BITS) - 1
         order = np.argsort(frames, kind="stable")
         used, starts = np.unique(frames[order], return_index=True)

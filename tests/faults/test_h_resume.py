@@ -77,6 +77,20 @@ class TestH19KilledHalfWay:
         assert answers(tmp_path / "out") == answers(tmp_path / "clean")
         assert 0 < given(second) <= 160
 
+    def test_rows_that_never_ran_are_kept_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With several samples a row: an error of a row stands for all of them, also when a killed start found it."""
+        monkeypatch.setattr(spool, "FLUSH_SECONDS", 0.0)
+        table = write(tmp_path / "in.parquet", {"prompt": [None, "", *prompts(100), None, ""]})
+        options: dict[str, Any] = {"n": 3, "sampling": SAMPLED}
+        with monkeypatch.context() as patch:
+            patch.setattr("specbatch.job.driver.EngineDriver._isolate", _give_up)
+            with pytest.raises(RuntimeError, match="number 50"):
+                run(table, tmp_path / "out", settings=StandInSettings(capacity=10, raise_on="number 50"), **options)
+        result = run(table, tmp_path / "out", **options)
+        assert (result.row_errors, result.skipped) == (2, 2)
+        run(table, tmp_path / "clean", **options)
+        assert answers(tmp_path / "out") == answers(tmp_path / "clean")
+
 
 def _give_up(self: Any, extra: Any, error: Exception, halve: bool) -> None:
     raise error
