@@ -194,3 +194,20 @@ def test_png_needs_matplotlib_and_says_so(tmp_path: Path) -> None:
     else:
         chart(plan).write(tmp_path / "plan.png")
         assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_shows_what_the_command_says() -> None:
+    """docs/plan.md: every table in it is one of the worked examples, and the numbers of its prose are theirs."""
+    page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+    shown = 0
+    for draft in (LLAMA_2_7B, LLAMA_32_1B):
+        plan = make_plan(seventy(draft))
+        shown += sum(table.to_text() in page for table in tables(plan))
+        if draft is LLAMA_2_7B:
+            least, most = min(r for r, _ in plan.full.values()), max(r for r, _ in plan.full.values())
+            assert f"{least:.2f}x to {most:.2f}x" in page
+            assert f"of {plan.rows_ar} rows that fit in AR {plan.rows_speculative} can draft" in page
+        else:
+            assert min(a for a, (ratio, _) in plan.full.items() if ratio > 1.0) == 0.6
+            assert f"at 64 rows from {plan.break_even[64]:.2f}" in page
+    assert shown == page.count("\n----") == 8
