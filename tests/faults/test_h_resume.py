@@ -12,11 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from specbatch.errors import DiskFull, ExitCode, OutputLocked, OutputMismatch
+from specbatch.errors import DiskFull, ExitCode, OutputMismatch
 from specbatch.job import spool
 from specbatch.job.committer import Committer
 from specbatch.job.keys import KeyTable
-from specbatch.job.lock import OutputLock
 from specbatch.requests import RequestBatch
 from specbatch.sampling_params import SamplingParams
 from specbatch.standin import StandInEngine, StandInSettings, StandInTokenizer
@@ -285,35 +284,6 @@ class TestH25MissingPart:
         assert (result.exit_code, given(factory), events.committed) == (ExitCode.OK, 3, [1])
         assert any("part-00001" in message for _, message in events.warnings)
         assert read(out) == before
-
-
-class TestH26TwoAtOnce:
-    def test_the_second_is_told_and_a_crash_frees_the_lock(self, tmp_path: Path) -> None:
-        table = write(tmp_path / "in.parquet", {"prompt": prompts(200)})
-        out = tmp_path / "out"
-        first = start(table, "-o", out, standin="capacity=1,delay=0.1")
-        _wait_for(lambda: (out / "_specbatch" / "manifest.json").exists(), first)
-        with pytest.raises(OutputLocked, match=f"process {first.pid}") as caught:
-            run(table, out)
-        assert caught.value.exit_code == ExitCode.LOCKED
-        first.kill()
-        finish(first)
-        code, _, err = finish(start(table, "-o", out))
-        assert code == ExitCode.OK, err
-
-    def test_waiting(self, tmp_path: Path) -> None:
-        table = write(tmp_path / "in.parquet", {"prompt": ["a"]})
-        (tmp_path / "out" / "_specbatch").mkdir(parents=True)
-        lock = OutputLock(tmp_path / "out" / "_specbatch" / "lock")
-        lock.acquire()
-        before = time.monotonic()
-        with pytest.raises(OutputLocked, match=r"after waiting 0\.3 s"):
-            run(table, tmp_path / "out", wait_lock=0.3)
-        assert time.monotonic() - before >= 0.3
-        import threading
-
-        threading.Timer(0.2, lock.release).start()
-        assert run(table, tmp_path / "out", wait_lock=30.0).exit_code == ExitCode.OK
 
 
 def _committed(output: Path) -> int:
