@@ -84,8 +84,8 @@ def _require_path(item: str) -> None:
     """An empty name would be the current directory: what a script with an unset variable does not mean."""
     try:
         as_path(item)
-    except ValueError:
-        raise UsageError(f"an input must be a path, got {item!r}") from None
+    except ValueError as error:
+        raise UsageError(f"an input must be {error}, got {item!r}") from None
 
 
 def default_output(inputs: tuple[str, ...]) -> Path:

@@ -37,7 +37,16 @@ def _shown(raw: object) -> str:
 def _text(spec: OptionSpec, raw: object) -> str:
     if not isinstance(raw, str):
         raise ValueError("text in quotes")
-    return raw
+    return _utf8(raw)
+
+
+def _utf8(text: str) -> str:
+    """What the shell handed over may be any bytes; nothing here can hold what is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("text in UTF-8") from None
+    return text
 
 
 def _path(spec: OptionSpec, raw: object) -> Path:
@@ -48,7 +57,7 @@ def as_path(text: str) -> Path:
     """Raises ValueError for what can be no path."""
     if text.strip() == "" or "\0" in text:
         raise ValueError("a path")
-    return Path(text)
+    return Path(_utf8(text))
 
 
 def _int(spec: OptionSpec, raw: object) -> int:
@@ -120,7 +129,7 @@ def _list(spec: OptionSpec, raw: object) -> tuple[str, ...]:
             raise ValueError("a text or a JSON list of texts") from None
     if not all(isinstance(item, str) for item in items):
         raise ValueError("a text or a list of texts")
-    return tuple(str(item) for item in items)
+    return tuple(_utf8(str(item)) for item in items)
 
 
 def _paths(spec: OptionSpec, raw: object) -> tuple[Path, ...]:

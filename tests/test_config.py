@@ -97,6 +97,15 @@ def test_an_empty_input_is_not_the_current_directory() -> None:
             build(resolve({"output": "o"}, [item], {}))
 
 
+def test_what_is_no_text_is_refused() -> None:
+    """As the interpreter hands over bytes of the shell that are not UTF-8."""
+    with pytest.raises(UsageError, match=r"an input must be text in UTF-8, got 'a\\udcff'"):
+        build(resolve({"output": "o"}, ["a\udcff"], {}))
+    for name, value in (("template", "{a} \udcff"), ("stop", ["\udcff"]), ("output", "\udcff"), ("reuse", ["\udcff"])):
+        with pytest.raises(UsageError, match=f"--{name} must be text in UTF-8"):
+            resolve({name: value}, ["a"], {})
+
+
 def test_a_missing_file_is_missing_input() -> None:
     with pytest.raises(InputMissing, match=r"--config: no such file: nowhere\.toml"):
         resolve({"config": "nowhere.toml"}, [], {})

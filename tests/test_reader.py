@@ -53,6 +53,11 @@ class TestExpansion:
         given = expand_inputs([str(tmp_path / "monday")], tmp_path / "tuesday")
         assert [spec.path.name for spec in given] == ["part-00000.parquet"]
 
+    def test_a_name_that_is_no_text(self, tmp_path: Path) -> None:
+        write(tmp_path / "a.parquet", {"prompt": ["a"]}).rename(tmp_path / "\udcff.parquet")
+        with pytest.raises(UsageError, match=r"the name of .*udcff.parquet' is not valid UTF-8"):
+            expand_inputs([str(tmp_path)], tmp_path / "out")
+
     def test_a_directory_that_contains_itself(self, tmp_path: Path) -> None:
         write(tmp_path / "in" / "a.parquet", {"prompt": ["a"]})
         (tmp_path / "in" / "again").symlink_to(".")

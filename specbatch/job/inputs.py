@@ -49,6 +49,8 @@ def expand_inputs(patterns: Sequence[str], output: Path) -> list[InputSpec]:
         found.extend(specs)
     seen: dict[Path, Path] = {}
     for spec in found:
+        if not _is_utf8(str(spec.path)):
+            raise UsageError(f"the name of {str(spec.path)!r} is not valid UTF-8", hint="rename it")
         real = spec.path.resolve()
         if real in seen:
             raise UsageError(
@@ -57,6 +59,14 @@ def expand_inputs(patterns: Sequence[str], output: Path) -> list[InputSpec]:
             )
         seen[real] = spec.path
     return found
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _expand(pattern: str, output: Path, base: Path | None = None) -> Iterator[InputSpec]:
