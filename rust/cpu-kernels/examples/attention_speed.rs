@@ -46,7 +46,8 @@ fn measure<E: Stored>(name: &str, rows: usize, context: usize, queries: usize) {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (state >> 40) as f32 / (1u32 << 23) as f32 - 1.0
     };
-    let storage: Vec<E> = (0..count * page_stride).map(|_| E::from_f32(next())).collect();
+    let memory: Vec<E> = (0..count * page_stride + 64).map(|_| E::from_f32(next())).collect();
+    let storage = &memory[memory.as_ptr().align_offset(64)..]; // as the engine's memory is
     let query: Vec<f32> = (0..rows * queries * HEADS * DIM).map(|_| next()).collect();
     let mut tables: Vec<i32> = (1..count as i32).collect();
     for i in (1..tables.len()).rev() {
@@ -86,7 +87,7 @@ fn measure<E: Stored>(name: &str, rows: usize, context: usize, queries: usize) {
             };
             let start = seconds();
             let prepared =
-                Prepared::new(&tasks, &query, HEADS, &storage, &pages, &at, &options, &mut out).unwrap().at_most(path);
+                Prepared::new(&tasks, &query, HEADS, storage, &pages, &at, &options, &mut out).unwrap().at_most(path);
             used = prepared.path();
             for i in 0..prepared.len() {
                 // SAFETY: one after the other.

@@ -143,14 +143,16 @@ pub unsafe fn weigh_half(
         let mut sums = [_mm512_setzero_ps(); 2];
         for tile in 0..n / 32 {
             let mut pairs = [_mm512_setzero_si512(); 16];
-            for (i, pair) in pairs.iter_mut().enumerate() {
-                let at = scores.add(32 * tile + 2 * i).cast::<f32>();
-                let even = exp2(_mm512_fmsub_ps(_mm512_load_ps(at), factor, running.maximum));
-                let odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(at.add(LANES)), factor, running.maximum));
-                let both = rounded_pair(even, odd);
-                // The sum is of the rounded weights, which are what the values are multiplied by.
-                sums[i % 2] = _mm512_dpbf16_ps(sums[i % 2], both, ones);
-                *pair = std::mem::transmute::<__m512bh, __m512i>(both);
+            for (i, two) in pairs.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                for (k, (pair, sum)) in two.iter_mut().zip(&mut sums).enumerate() {
+                    let at = scores.add(32 * tile + 4 * i + 2 * k).cast::<f32>();
+                    let even = exp2(_mm512_fmsub_ps(_mm512_load_ps(at), factor, running.maximum));
+                    let odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(at.add(LANES)), factor, running.maximum));
+                    let both = rounded_pair(even, odd);
+                    // The sum is of the rounded weights, which are what the values are multiplied by.
+                    *sum = _mm512_dpbf16_ps(*sum, both, ones);
+                    *pair = std::mem::transmute::<__m512bh, __m512i>(both);
+                }
             }
             transpose(&mut pairs);
             for (i, pair) in pairs.iter().enumerate() {

@@ -109,22 +109,29 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, out: Shared) {
                 all.push((Sight::new(task, g * LANES, pairs), Running::new()));
             }
             let (first, last) = task.keys();
-            let mut at = first - first % BLOCK;
+            let begin = first - first % BLOCK;
+            let mut at = begin;
             let zero = zero.cast_const().cast();
-            let mut next = Block::new(task, at, (first, last), zero);
+            let mut blocks = [Block { keys: [zero; BLOCK], values: [zero; BLOCK], count: 0 }; 2];
+            let [mut block, mut next] = blocks.each_mut();
+            block.find(task, at, (first, last), zero);
             while at < last {
-                let mut block = next;
                 if at + BLOCK < last {
-                    next = Block::new(task, at + BLOCK, (first, last), zero);
+                    next.find(task, at + BLOCK, (first, last), zero);
+                    next.fetch(dim);
+                } else if task.kv_head + 1 < task.pages.kv_heads {
+                    // Most likely this thread's next task, and what lies beside this one's keys.
+                    let beside = Task { kv_head: task.kv_head + 1, ..*task };
+                    next.find(&beside, begin, (first, last), zero);
                     next.fetch(dim);
                 }
-                K::take(&mut block, dim, shared);
+                K::take(block, dim, shared);
                 let n = block.count.next_multiple_of(K::STEP);
                 for (g, (sight, running)) in all.iter_mut().enumerate() {
                     if sight.nothing(at) {
                         continue; // would change no bit
                     }
-                    K::scores(queries.add(g * query_lines), &block, dim, shared, scores);
+                    K::scores(queries.add(g * query_lines), block, dim, shared, scores);
                     let mut factor = task.options.scale * std::f32::consts::LOG2_E;
                     if let Some(cap) = task.options.softcap {
                         cap_scores(scores, n, task.options.scale, cap);
@@ -135,8 +142,9 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, out: Shared) {
                     }
                     let shrink = K::weigh(scores, n, factor, running);
                     let lanes = LANES.min(pairs - g * LANES);
-                    K::absorb(scores, &block, dim, shared, shrink, lanes, sums.add(g * dim));
+                    K::absorb(scores, block, dim, shared, shrink, lanes, sums.add(g * dim));
                 }
+                std::mem::swap(&mut block, &mut next);
                 at += BLOCK;
             }
             K::end();
@@ -162,12 +170,15 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, out: Shared) {
 impl<E: Stored> Block<E> {
     /// The block at `at`, of which the keys in `seen` are real.
     #[inline]
-    fn new(task: &Task<'_, E>, at: usize, seen: (usize, usize), zero: *const E) -> Self {
-        let count = BLOCK.min(seen.1 - at);
-        let mut block = Block { keys: [zero; BLOCK], values: [zero; BLOCK], count };
+    fn find(&mut self, task: &Task<'_, E>, at: usize, seen: (usize, usize), zero: *const E) {
+        self.count = BLOCK.min(seen.1 - at);
+        let (mut j, count) = (seen.0.saturating_sub(at), self.count);
+        for hidden in [0..j, count..BLOCK] {
+            self.keys[hidden.clone()].fill(zero);
+            self.values[hidden].fill(zero);
+        }
         let stride = task.pages.token_stride();
         let table = &task.rows.block_tables[task.row * task.rows.pages_per_row..];
-        let mut j = seen.0.saturating_sub(at);
         while j < count {
             let (page, offset) = ((at + j) / task.pages.block_size, (at + j) % task.pages.block_size);
             let run = (task.pages.block_size - offset).min(count - j);
@@ -177,12 +188,11 @@ impl<E: Stored> Block<E> {
             let values = task.storage[base + task.pages.value_offset..].as_ptr();
             for i in 0..run {
                 // Within the page, which lies within the storage.
-                block.keys[j + i] = keys.wrapping_add(i * stride);
-                block.values[j + i] = values.wrapping_add(i * stride);
+                self.keys[j + i] = keys.wrapping_add(i * stride);
+                self.values[j + i] = values.wrapping_add(i * stride);
             }
             j += run;
         }
-        block
     }
 }
 
