@@ -188,3 +188,45 @@ def test_the_plain_rows_stand_in_for_the_scheduler() -> None:
 def test_runs_of_hits() -> None:
     hits = np.array([[True, True, False, True]])
     assert runs(hits).tolist() == [[2, 1, 0, 1, 0]]
+
+
+class Waves(CoreRows):
+    """Rows come in bursts: new ones only when few are left, and then many."""
+
+    high, low = 192, 40
+    bursts = 0
+
+    def _feed(self) -> bool:
+        if self.core.num_unfinished > self.low:
+            return False
+        self.feed = self.high
+        fed = super()._feed()
+        self.bursts += fed
+        return fed
+
+
+def test_a_batch_that_swings_around_the_crossover_does_not_make_it_flap() -> None:
+    """AR is best at 192 rows and the draft at 40: a switch at each swing at most, each with its reason, and no loss."""
+    work = workload(2400, accept=constant(0.3), prompt=100, output=160, persistence=0.0)
+    best = {}
+    for rows in (Waves.low, Waves.high):
+        rates = {}
+        for k in (0, 1):
+            made = CoreRows(work, pages=50_000, max_num_seqs=rows, draft_block_size=533)
+            rates[k] = simulate(made, FixedPolicy(METHOD_DRAFT if k else METHOD_NONE, k), H100, work.tokens).rate
+        best[rows] = max(rates, key=lambda k: rates[k])
+    assert best[Waves.high] == 0 < best[Waves.low]
+    made: list[Waves] = []
+
+    def rows() -> CoreRows:
+        made.append(Waves(work, pages=50_000, max_num_seqs=Waves.high, draft_block_size=533))
+        return made[-1]
+
+    options = ControllerOptions((METHOD_DRAFT,), max_num_seqs=Waves.high, draft_kv_ratio=0.03)
+    found = race(rows, [(METHOD_DRAFT, 1)], options, H100, work.tokens)
+    swings = 2 * made[-1].bursts
+    assert swings >= 30
+    switches = [s for d in found.auto.decisions[1:] for s in d.shards if s.switched]
+    assert len(switches) <= swings
+    assert all(s.reason for s in switches)
+    assert found.score >= 0.97

@@ -182,7 +182,7 @@ class Controller:
         fresh = state is None
         if state is None:
             state = self.states[shard] = ShardState(self._default, step, limits.dwell)
-        before = state.arm
+        before = state.arm, state.base
         scorer = self._scorer(now)
         modes = {s: t.arm for s, t in self.states.items()}
         done = self.known.arm_steps.get(state.arm, 0)
@@ -250,10 +250,10 @@ class Controller:
         return f"probing {name(arm)} for {trial.steps} steps: {ratio} expected, not sure"
 
     def _answer(
-        self, shard: int, state: ShardState, before: Arm, reason: str, scores: Mapping[Arm, Score]
+        self, shard: int, state: ShardState, before: tuple[Arm, Arm], reason: str, scores: Mapping[Arm, Score]
     ) -> ShardDecision:
         self.known.in_force(shard, state.arm)
-        changed = state.arm != before
+        changed = state.arm != before[0]
         candidates = tuple(
             Candidate(s.arm[0], s.arm[1], round(s.rows), s.tokens_per_row, s.seconds, s.rate)
             for s in sorted(scores.values(), key=lambda s: s.arm)
@@ -263,7 +263,7 @@ class Controller:
             method=state.arm[0],
             k=state.arm[1],
             reason=reason,
-            switched=changed and state.home is None and state.since != 0,
+            switched=state.base != before[1] and state.since != 0,  # the way into a probe and back is none
             probe=state.home is not None,
             candidates=candidates if changed or self._evaluations % 8 == 1 else (),
         )
