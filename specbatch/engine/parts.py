@@ -79,12 +79,15 @@ class Models:
     draft_attention: BackendChoice | None
 
 
-def build_parts(plan: EnginePlan, options: EngineOptions, tokenizer: HFTokenizer | None = None) -> EngineParts:
-    """Load the models and allocate the pages. Raises ValueError naming what does not fit, OutOfMemoryError of torch."""
+def build_parts(
+    plan: EnginePlan, options: EngineOptions, tokenizer: HFTokenizer | None = None, models: Models | None = None
+) -> EngineParts:
+    """Load the models (unless they are given) and allocate the pages. Raises ValueError naming what does not fit,
+    OutOfMemoryError of torch."""
     tokenizer = tokenizer or HFTokenizer(plan.model)
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)  # of this thread: events, streams and graphs are the current device's
-    models = load_models(plan, options)
+    models = models or load_models(plan, options)
     if plan.device.type == "cuda" and options.kv_memory_bytes is None:
         from specbatch.engine.memory_fit import CudaMeter, fit_pages
 
@@ -98,15 +101,18 @@ def build_parts(plan: EnginePlan, options: EngineOptions, tokenizer: HFTokenizer
 
 
 def load_models(plan: EnginePlan, options: EngineOptions) -> Models:
-    def backend(shape: ModelShape) -> BackendChoice:
-        return pick_backend(plan.device, plan.dtype, _needs(shape), options.attention)
-
     target = load_model(plan.model, plan.device, plan.dtype)
+    attention = backend_for(plan, options, plan.target)
     if plan.draft_model is None:
-        return Models(target, None, backend(plan.target), None)
+        return Models(target, None, attention, None)
     assert plan.draft is not None
     draft = load_model(plan.draft_model, plan.device, plan.dtype)
-    return Models(target, draft, backend(plan.target), backend(plan.draft))
+    return Models(target, draft, attention, backend_for(plan, options, plan.draft))
+
+
+def backend_for(plan: EnginePlan, options: EngineOptions, shape: ModelShape) -> BackendChoice:
+    """The attention backend that a model of this shape runs on."""
+    return pick_backend(plan.device, plan.dtype, _needs(shape), options.attention)
 
 
 def assemble(plan: EnginePlan, options: EngineOptions, models: Models, tokenizer: HFTokenizer) -> EngineParts:
