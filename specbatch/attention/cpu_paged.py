@@ -1,6 +1,7 @@
 """Attention on a CPU: a Rust kernel that reads paged keys and values in place, for all query heads of a KV head at once.
 
-Owns the translation from tensors to the kernel's arrays. The arithmetic is in rust/cpu-kernels; sums are in float32.
+Owns the translation from tensors to the kernel's arrays. The arithmetic is in rust/cpu-kernels; sums are in float32
+(where the processor has AMX, queries and weights meet bfloat16 pages rounded to bfloat16).
 """
 
 from __future__ import annotations
