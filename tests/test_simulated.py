@@ -207,7 +207,7 @@ class Waves(CoreRows):
 
 def test_a_batch_that_swings_around_the_crossover_does_not_make_it_flap() -> None:
     """AR is best at 192 rows and the draft at 40: a switch at each swing at most, each with its reason, and no loss."""
-    work = workload(2400, accept=constant(0.3), prompt=100, output=160, persistence=0.0)
+    work = workload(1300, accept=constant(0.3), prompt=100, output=160, persistence=0.0)
     best = {}
     for rows in (Waves.low, Waves.high):
         rates = {}
@@ -225,7 +225,7 @@ def test_a_batch_that_swings_around_the_crossover_does_not_make_it_flap() -> Non
     options = ControllerOptions((METHOD_DRAFT,), max_num_seqs=Waves.high, draft_kv_ratio=0.03)
     found = race(rows, [(METHOD_DRAFT, 1)], options, H100, work.tokens)
     swings = 2 * made[-1].bursts
-    assert swings >= 30
+    assert swings >= 16
     switches = [s for d in found.auto.decisions[1:] for s in d.shards if s.switched]
     assert len(switches) <= swings
     assert all(s.reason for s in switches)
