@@ -20,6 +20,7 @@ from specbatch.requests import DeviceLost, FinishedRows, RequestBatch
 from specbatch.sampling_params import SamplingParams
 from specbatch.standin import StandInEngine, StandInSettings
 from specbatch.target import make_fleet, make_target
+from tests.driving import add, make_engine
 from tests.jobs import Recorder, answers, prompts, read, target, write
 
 Script = Callable[["Scripted", int], None]
@@ -260,6 +261,25 @@ def test_devices_of_the_command_line_make_a_fleet(tmp_path: Path) -> None:
     assert result.exit_code == ExitCode.OK
     assert described[0]["devices"] == ["stand-in 0", "stand-in 3"]
     assert len(read(tmp_path / "out")) == 50
+
+
+def test_an_engine_says_when_its_device_is_gone(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is, the device is asked: another error leaves the engine usable."""
+    engine = make_engine(tiny_target)
+    add(engine, [[1, 2, 3]])
+    monkeypatch.setattr(type(engine.parts.runner), "forward", broken_forward)
+    with pytest.raises(RuntimeError, match="an illegal address") as usual:
+        engine.step()
+    assert not isinstance(usual.value, DeviceLost)
+    monkeypatch.setattr("specbatch.engine.engine.is_lost", lambda device: True)
+    with pytest.raises(DeviceLost, match="cpu no longer works: an illegal address"):
+        engine.step()
+    engine.abort_all()
+    assert engine.num_unfinished == 0
+
+
+def broken_forward(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("an illegal address was met")
 
 
 def test_two_real_engines_answer_as_one(tmp_path: Path, tiny_target: Path) -> None:

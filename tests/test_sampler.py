@@ -99,6 +99,24 @@ def test_logits_are_left_as_they_are() -> None:
         assert torch.equal(logits, before)
 
 
+def test_parts_choose_what_the_whole_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where shapes are fixed, logits are worked on a few at a time: nothing may hang on where they are cut."""
+    params = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.7, top_p=0.9, logit_bias={3: 2.0}, seed=2),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(temperature=1.5, top_k=7, seed=3),
+    ]
+    logits, rows = normal(4, 50), rows_of(params, 50)
+    prior = torch.tensor([[1, -1], [2, 3], [4, 4], [-1, -1]], dtype=torch.int32)
+    row, position = torch.arange(4), torch.tensor([5, 900, 3, 77], dtype=torch.int32)
+    whole = sample(logits, rows, row, position, prior_ids=prior, static=True)
+    for elements in (1, 50, 150):
+        monkeypatch.setattr("specbatch.engine.sampler._PART_ELEMENTS", elements)
+        parts = sample(logits, rows, row, position, prior_ids=prior, static=True)
+        assert torch.equal(parts.token_ids, whole.token_ids)
+
+
 # -- against transformers ----------------------------------------------------------------------------------------------
 
 

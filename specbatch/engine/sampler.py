@@ -21,6 +21,8 @@ from specbatch.engine.rng import Purpose, gumbel_at, stream_keys
 from specbatch.engine.row_params import RowParams
 from specbatch.engine.sampler_cpu import choose_by_group
 
+_PART_ELEMENTS = 1 << 26  # logits that are worked on at once where shapes are fixed: 256 MiB
+
 
 @dataclass(slots=True)
 class Samples:
@@ -88,7 +90,7 @@ def sample(
     logits = logits.float()
     if static is None:
         static = logits.device.type != "cpu"
-    choose = _choose_static if static else choose_by_group
+    choose = _choose_in_parts if static else choose_by_group
     token_ids = choose(logits, rows, row_index, positions, prior_ids)
     if not rows.any_logprobs:
         return Samples(token_ids)
@@ -139,6 +141,25 @@ def sample_probs(weights: Tensor, keys: Tensor) -> Tensor:
     """One token int32 [n] from each row of weights [n, vocab] (any positive sum), with the noise of keys [4, n]."""
     index = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
     return argmax_finite(gumbel_at(keys, index).add_(weights.log()))
+
+
+def _choose_in_parts(
+    logits: Tensor, rows: RowParams, row_index: Tensor, positions: Tensor, prior_ids: Tensor | None
+) -> Tensor:
+    """A few logits at a time: noise, sorted copies and what else is as wide as the vocabulary would take several times the
+    memory of the logits themselves."""
+    step = max(1, _PART_ELEMENTS // rows.vocab)
+    if row_index.shape[0] <= step:
+        return _choose_static(logits, rows, row_index, positions, prior_ids)
+    parts = [slice(begin, begin + step) for begin in range(0, row_index.shape[0], step)]
+    return torch.cat(
+        [
+            _choose_static(
+                logits[part], rows, row_index[part], positions[part], None if prior_ids is None else prior_ids[part]
+            )
+            for part in parts
+        ]
+    )
 
 
 def _choose_static(
