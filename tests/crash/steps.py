@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specbatch.job import part_writer
+from specbatch.job import loop, part_writer, spool
 from specbatch.standin import StandInSettings
 from tests.jobs import answers, parts, run, write
 
@@ -27,7 +27,8 @@ SICK = StandInSettings(raise_on="poison")
 
 
 def table(place: Path) -> Path:
-    return write(place / "in.parquet", {"id": list(range(len(TEXTS))), "prompt": TEXTS}, row_group_size=6)
+    cells = ['{"temperature": 1}' if i % 3 else "bad" if i % 7 == 0 else None for i in range(len(TEXTS))]
+    return write(place / "in.parquet", {"prompt": TEXTS, "p": cells}, row_group_size=6)
 
 
 def fresh(place: Path, out: Path) -> None:
@@ -52,11 +53,25 @@ def other(place: Path, out: Path) -> None:
     run(place / "in.parquet", out, shard_rows=6, seed=5)
 
 
+def samples(place: Path, out: Path) -> None:
+    """Several samples a row, greedy and sampled rows mixed; every step of the engine goes to the spool at once."""
+    loop._FLUSH_SECONDS = spool.FLUSH_SECONDS = 0.0  # type: ignore[misc]
+    slow = StandInSettings(capacity=4)
+    run(place / "in.parquet", out, shard_rows=24, n=3, params_column="p", settings=slow)
+
+
+def batch(place: Path, out: Path) -> None:
+    """JSON lines, whose parts have no footer to check."""
+    run(place / "in.parquet", out, shard_rows=12, format="openai-batch")
+
+
 # What was there before, the start that dies, and the start after that.
 SCENARIOS: dict[str, tuple[Callable[..., None] | None, Callable[..., None], Callable[..., None]]] = {
     "fresh": (None, fresh, fresh),
     "retry": (sick, retry, retry),
     "restart": (other, restart, restart),
+    "samples": (None, samples, samples),
+    "batch": (None, batch, batch),
 }
 
 
@@ -104,8 +119,22 @@ def _plan_death(number: int, writer: int) -> None:
         setattr(os, name, wrap(name, getattr(os, name)))
 
 
+def table_of(out: Path) -> list[Any]:
+    """Rows without the evidence of how and when they were made."""
+    if parts(out)[0].suffix == ".parquet":
+        return answers(out)
+    rows = [json.loads(line) for part in parts(out) for line in part.read_text().splitlines()]
+    for row in rows:
+        if row["response"] is not None:
+            del row["response"]["body"]["decoding"], row["response"]["body"]["created"]
+    return rows
+
+
 def is_whole(part: Path) -> bool:
     """Whatever has the name of a part can be read to its end."""
+    if part.suffix == ".jsonl":
+        lines = part.read_text().splitlines()
+        return len(lines) in (12, len(TEXTS) % 12) and all(json.loads(line) for line in lines)
     try:
         return bool(pq.ParquetFile(part).read().num_rows == pq.ParquetFile(part).metadata.num_rows)
     except (pa.ArrowException, OSError):
@@ -114,7 +143,7 @@ def is_whole(part: Path) -> bool:
 
 def wrong(out: Path, expected: list[Any]) -> str | None:
     """What is not as it should be after the start that followed a death."""
-    if answers(out) != expected:
+    if table_of(out) != expected:
         return "other answers"
     if not (out / "_SUCCESS").exists():
         return "no _SUCCESS"
@@ -125,8 +154,9 @@ def wrong(out: Path, expected: list[Any]) -> str | None:
 def main(place: Path, scenario: str, stride: int) -> None:
     before, dying, after = SCENARIOS[scenario]
     table(place)
-    assert forked(fresh, place, place / "clean")[0] == 0
-    expected = answers(place / "clean")
+    code, said = forked(after if before is None else fresh, place, place / f"{scenario}-clean")
+    assert code == 0, said
+    expected = table_of(place / f"{scenario}-clean")
     number = 1
     while True:
         out = place / f"{scenario}-{number}"

@@ -16,8 +16,8 @@ import pytest
 from tests.crash.steps import SCENARIOS
 from tests.jobs import ROOT, environment
 
-STRIDE = {"fresh": 11, "retry": 13, "restart": 19}
-LEAST = {"fresh": 40, "retry": 30, "restart": 50}  # calls that such a job makes
+STRIDE = {"fresh": 11, "retry": 13, "restart": 29, "samples": 23, "batch": 29}
+LEAST = {"fresh": 40, "retry": 30, "restart": 50, "samples": 60, "batch": 40}  # calls that such a job makes
 
 
 def deaths(place: Path, scenario: str, stride: int, *more: str) -> list[dict[str, Any]]:
