@@ -57,6 +57,9 @@ class CudaCapturer:
         return replay
 
     def memory(self) -> int:
+        # What torch keeps for later would hide what a graph takes: a capture gives it back to the driver.
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
