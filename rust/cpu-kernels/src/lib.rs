@@ -2,6 +2,8 @@
 //! advance. Slices in, slices out; every size is checked at the door, since the insides use `unsafe` for SIMD and for
 //! threads that write disjoint parts of one output. Knows no rows' histories, no scheduling, no Python.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 pub mod attention;
 #[cfg(target_arch = "x86_64")]
 mod attention_amx;
@@ -14,5 +16,10 @@ mod attention_groups;
 mod attention_task;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod epilogue;
+mod lanes;
+pub mod packed;
 pub mod pages;
+pub mod product;
 pub mod simd;
+pub mod team;

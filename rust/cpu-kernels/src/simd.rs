@@ -44,6 +44,19 @@ pub fn amx_ready() -> bool {
     false
 }
 
+/// Ask for huge pages under `bytes` from `at` on: a wish, whatever comes of it.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) fn want_huge_pages(at: *const u8, bytes: usize) {
+    const MADVISE: i64 = 28;
+    const MADV_HUGEPAGE: i64 = 14;
+    const PAGE: usize = 4096;
+    let start = (at as usize).next_multiple_of(PAGE);
+    let end = (at as usize + bytes) / PAGE * PAGE;
+    if end > start {
+        let _ = amx::call(MADVISE, [start as i64, (end - start) as i64, MADV_HUGEPAGE]);
+    }
+}
+
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -70,20 +83,26 @@ mod amx {
 
     /// Ask for tile data; an older kernel answers with an error, and so does one that keeps tiles for itself.
     pub fn permitted() -> bool {
-        let mut result = ARCH_PRCTL;
-        // SAFETY: a system call that reads two numbers and touches no memory of ours; it clobbers rcx and r11.
+        call(ARCH_PRCTL, [ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, 0]) == 0
+    }
+
+    /// A system call that reads its numbers and changes no memory of ours (only what a page costs).
+    pub fn call(number: i64, arguments: [i64; 3]) -> i64 {
+        let mut result = number;
+        // SAFETY: the calls made here (see above) write to no memory; the instruction clobbers rcx and r11.
         unsafe {
             std::arch::asm!(
                 "syscall",
                 inlateout("rax") result,
-                in("rdi") ARCH_REQ_XCOMP_PERM,
-                in("rsi") XFEATURE_XTILEDATA,
+                in("rdi") arguments[0],
+                in("rsi") arguments[1],
+                in("rdx") arguments[2],
                 lateout("rcx") _,
                 lateout("r11") _,
                 options(nostack),
             );
         }
-        result == 0
+        result
     }
 }
 

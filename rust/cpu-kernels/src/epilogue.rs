@@ -1,0 +1,117 @@
+//! What is done with a tile of sums while it is in the first cache: bias, residual, gated activation, rounding.
+//! Plain loops, compiled anew inside each kernel so that they use its vectors.
+
+use crate::packed::COLUMNS;
+use crate::pages::Element;
+use crate::product::{Activation, Output, Product};
+
+/// Where a tile of sums belongs.
+#[derive(Clone, Copy)]
+pub(crate) struct Tile {
+    pub row: usize,
+    pub rows: usize,
+    pub column: usize,
+    /// Real columns; the sums may have more.
+    pub columns: usize,
+}
+
+/// exp(x) to 2 units in the last place for |x| below 87; clamped beyond. Written so that compilers make vectors of it.
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    let x = x.clamp(-87.0, 88.0);
+    let n = (x * std::f32::consts::LOG2_E + 12_582_912.0) - 12_582_912.0; // rounds to a whole number
+    let r = n.mul_add(-0.693_359_4, x);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let mut p = 1.987_569_1e-4_f32;
+    for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
+        p = p.mul_add(r, c);
+    }
+    let p = (p * r).mul_add(r, r + 1.0);
+    // SAFETY: n is within -126..=127.
+    let n = unsafe { n.to_int_unchecked::<i32>() };
+    p * f32::from_bits(((n + 127) << 23) as u32)
+}
+
+#[inline(always)]
+fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
+
+#[inline(always)]
+fn gelu_tanh(x: f32) -> f32 {
+    let inner = 0.797_884_6 * (0.044_715 * x * x).mul_add(x, x);
+    x / (1.0 + exp(-2.0 * inner)) // x (1 + tanh(inner)) / 2
+}
+
+/// Hand `sums` [rows, stride] over. `stride` is a multiple of 16 columns.
+///
+/// # Safety
+/// The product's output is valid for the tile.
+#[inline(always)]
+pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], stride: usize) {
+    let bias = product.weight.bias.as_deref().map(|b| &b[tile.column..][..tile.columns]);
+    for row in 0..tile.rows {
+        let sums = &sums[row * stride..][..tile.columns.next_multiple_of(COLUMNS)];
+        // SAFETY: the caller's.
+        unsafe {
+            match product.output {
+                Output::Store { at, stride } => {
+                    let out = at.add((tile.row + row) * stride + tile.column);
+                    let out = std::slice::from_raw_parts_mut(out, tile.columns);
+                    match bias {
+                        None => out.copy_from_slice(&sums[..tile.columns]),
+                        Some(bias) => {
+                            for ((o, s), b) in out.iter_mut().zip(sums).zip(bias) {
+                                *o = s + b;
+                            }
+                        }
+                    }
+                }
+                Output::Add { at, stride } => {
+                    let out = at.add((tile.row + row) * stride + tile.column);
+                    let out = std::slice::from_raw_parts_mut(out, tile.columns);
+                    match bias {
+                        None => out.iter_mut().zip(sums).for_each(|(o, s)| *o += s),
+                        Some(bias) => {
+                            for ((o, s), b) in out.iter_mut().zip(sums).zip(bias) {
+                                *o += s + b;
+                            }
+                        }
+                    }
+                }
+                Output::Gated { at, stride, activation } => {
+                    let out = at.add((tile.row + row) * stride + tile.column / 2);
+                    gated(sums, bias, activation, |i, value| *out.add(i) = value);
+                }
+                Output::GatedHalf { at, stride, activation } => {
+                    let out = at.add((tile.row + row) * stride + tile.column / 2);
+                    gated(sums, bias, activation, |i, value| *out.add(i) = u16::from_f32(value));
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn gated(sums: &[f32], bias: Option<&[f32]>, activation: Activation, mut put: impl FnMut(usize, f32)) {
+    for (pair, both) in sums.chunks_exact(2 * COLUMNS).enumerate() {
+        let (gate, up) = both.split_at(COLUMNS);
+        let mut values = [0.0f32; COLUMNS];
+        let mut lifted = [0.0f32; COLUMNS];
+        values.copy_from_slice(gate);
+        lifted.copy_from_slice(up);
+        if let Some(bias) = bias {
+            for i in 0..COLUMNS {
+                values[i] += bias[pair * 2 * COLUMNS + i];
+                lifted[i] += bias[(pair * 2 + 1) * COLUMNS + i];
+            }
+        }
+        match activation {
+            Activation::Silu => values.iter_mut().for_each(|v| *v = silu(*v)),
+            Activation::GeluTanh => values.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
+        }
+        for i in 0..COLUMNS {
+            put(pair * COLUMNS + i, values[i] * lifted[i]);
+        }
+    }
+}
