@@ -8,7 +8,7 @@ use specbatch_cpu_kernels::pages::{Element, LayerPages, write};
 
 /// Where one layer's keys and values are: offsets and strides in elements of the storage.
 #[pyclass(frozen, name = "CpuLayerPages", module = "specbatch._core")]
-pub struct CpuLayerPages(LayerPages);
+pub struct CpuLayerPages(pub(crate) LayerPages);
 
 #[pymethods]
 impl CpuLayerPages {
@@ -29,7 +29,7 @@ impl CpuLayerPages {
     }
 }
 
-fn slice<'a, T: numpy::Element>(array: &'a PyReadonlyArray1<'_, T>, name: &str) -> PyResult<&'a [T]> {
+pub(crate) fn slice<'a, T: numpy::Element>(array: &'a PyReadonlyArray1<'_, T>, name: &str) -> PyResult<&'a [T]> {
     array.as_slice().map_err(|_| PyValueError::new_err(format!("{name} must be contiguous")))
 }
 

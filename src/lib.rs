@@ -4,6 +4,7 @@
 
 mod acceptance;
 mod arrays;
+mod cpu_decoder;
 mod cpu_kernels;
 mod finished;
 mod ngram;
@@ -46,6 +47,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<step_buffers::StepBuffers>()?;
     module.add_class::<step_info::StepInfo>()?;
     module.add_function(wrap_pyfunction!(ngram::find_ngram, module)?)?;
+    module.add_class::<cpu_decoder::CpuDecoder>()?;
     module.add_class::<cpu_kernels::CpuLayerPages>()?;
     module.add_function(wrap_pyfunction!(cpu_kernels::cpu_write_kv, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_kernels::cpu_attention, module)?)?;

@@ -16,6 +16,7 @@ mod attention_groups;
 mod attention_task;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+pub mod decoder;
 mod epilogue;
 mod lanes;
 pub mod packed;
@@ -23,3 +24,4 @@ pub mod pages;
 pub mod product;
 pub mod simd;
 pub mod team;
+mod token_ops;

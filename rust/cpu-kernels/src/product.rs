@@ -34,6 +34,17 @@ impl Kernel {
         }
     }
 
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Amx => "AMX bfloat16",
+            Self::Avx512Bf16 => "AVX-512 bfloat16",
+            Self::Avx512 => "AVX-512",
+            Self::Avx2 => "AVX2",
+            Self::Plain => "plain",
+        }
+    }
+
     /// Every kernel that runs here, for tests.
     #[must_use]
     pub fn available() -> Vec<Self> {

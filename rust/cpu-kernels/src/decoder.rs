@@ -1,0 +1,336 @@
+//! The layers of a pre-norm decoder (RMS norm, rotary attention over grouped KV heads, gated MLP) run from packed weights,
+//! for packed rows over paged KV: Llama, Mistral, Qwen2, Qwen3 and whatever else has this shape. Owns weights and scratch.
+//! Which model has this shape, its token embeddings and its rotary angles are the caller's to know.
+//!
+//! Every number of a token's row is computed in the same order whatever else the step holds, so a row's result does not
+//! depend on batch, chunking or drafts, in either dtype.
+
+use crate::attention::{Options, Prepared, Rows as StepRows, Stored, Tasks};
+use crate::packed::{Packed, padded};
+use crate::pages::{Element, LayerPages};
+use crate::product::{Activation, Kernel, Output, Product, Rows};
+use crate::team::Team;
+use crate::token_ops::{self, Rotary};
+
+/// What all layers share.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub hidden: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub intermediate: usize,
+    pub eps: f32,
+    pub activation: Activation,
+    /// Of attention scores.
+    pub scale: f32,
+}
+
+pub struct Layer {
+    pub attention_norm: Vec<f32>,
+    /// Query, key and value projections, one below the other.
+    pub qkv: Packed,
+    /// Norms of each head's query and key (Qwen3), [`head_dim`].
+    pub query_norm: Option<Vec<f32>>,
+    pub key_norm: Option<Vec<f32>>,
+    pub output: Packed,
+    pub mlp_norm: Vec<f32>,
+    /// Gate and up projections, panels interleaved.
+    pub gate_up: Packed,
+    pub down: Packed,
+    pub window: Option<i32>,
+}
+
+pub struct Head {
+    pub norm: Vec<f32>,
+    pub weight: Packed,
+}
+
+/// Cosines and sines of every position, [positions, dim] each, as transformers' rotary modules give them (both halves
+/// alike, scaled as the model wants).
+#[derive(Default)]
+pub struct Angles {
+    pub cos: Vec<f32>,
+    pub sin: Vec<f32>,
+    /// How much of a head is turned.
+    pub dim: usize,
+}
+
+/// One step's arrays. Tokens are packed; all that is a token's has [tokens] entries.
+pub struct Step<'a, E> {
+    pub positions: &'a [i32],
+    /// Where a token's keys and values go; negative: nowhere.
+    pub slots: &'a [i32],
+    pub rows: StepRows<'a>,
+    pub storage: &'a mut [E],
+    /// One a layer.
+    pub pages: &'a [LayerPages],
+}
+
+/// Activations as the kernel wants them: rows padded in k, whole tiles of rows.
+struct Buffer {
+    wide: Vec<f32>,
+    half: Vec<u16>,
+    stride: usize,
+    takes_half: bool,
+}
+
+impl Buffer {
+    fn new(k: usize, takes_half: bool) -> Self {
+        Self { wide: Vec::new(), half: Vec::new(), stride: padded(k), takes_half }
+    }
+
+    fn fit(&mut self, rows: usize) {
+        let size = rows.next_multiple_of(32) * self.stride;
+        if self.takes_half && self.half.len() < size {
+            self.half.resize(size, 0);
+        } else if !self.takes_half && self.wide.len() < size {
+            self.wide.resize(size, 0.0);
+        }
+    }
+
+    fn rows(&self) -> Rows {
+        if self.takes_half {
+            Rows::Bf16 { at: self.half.as_ptr(), stride: self.stride }
+        } else {
+            Rows::F32 { at: self.wide.as_ptr(), stride: self.stride }
+        }
+    }
+
+    fn sink(&mut self) -> token_ops::Sink {
+        if self.takes_half {
+            token_ops::Sink::Bf16 { at: self.half.as_mut_ptr(), stride: self.stride }
+        } else {
+            token_ops::Sink::F32 { at: self.wide.as_mut_ptr(), stride: self.stride }
+        }
+    }
+}
+
+pub struct Decoder {
+    pub shape: Shape,
+    layers: Vec<Layer>,
+    head: Option<Head>,
+    angles: Angles,
+    kernel: Kernel,
+    tasks: Tasks,
+    /// Input of the products over the hidden size, of the output projection, of the down projection.
+    normed: Buffer,
+    attended: Buffer,
+    gated: Buffer,
+    qkv: Vec<f32>,
+    query: Vec<f32>,
+    attention: Vec<f32>,
+    slots: Vec<i32>,
+}
+
+fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
+    if ok { Ok(()) } else { Err(message()) }
+}
+
+impl Decoder {
+    #[must_use]
+    pub fn new(shape: Shape, kernel: Kernel) -> Self {
+        let half = kernel.takes_half();
+        let width = shape.heads * shape.head_dim;
+        Self {
+            layers: Vec::new(),
+            head: None,
+            angles: Angles::default(),
+            kernel,
+            tasks: Tasks::default(),
+            normed: Buffer::new(shape.hidden, half),
+            attended: Buffer::new(width, half),
+            gated: Buffer::new(shape.intermediate, half),
+            qkv: Vec::new(),
+            query: Vec::new(),
+            attention: Vec::new(),
+            slots: Vec::new(),
+            shape,
+        }
+    }
+
+    #[must_use]
+    pub fn kernel(&self) -> Kernel {
+        self.kernel
+    }
+
+    #[must_use]
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    #[must_use]
+    pub fn weight_bytes(&self) -> usize {
+        let layers = self.layers.iter().flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down]);
+        layers.chain(self.head.as_ref().map(|h| &h.weight)).map(Packed::bytes).sum()
+    }
+
+    /// # Errors
+    /// A message naming the weight that does not fit the shape.
+    pub fn push(&mut self, layer: Layer) -> Result<(), String> {
+        let s = &self.shape;
+        let width = s.heads * s.head_dim;
+        let fits = |name: &str, weight: &Packed, columns: usize, k: usize| {
+            need(weight.columns == columns && weight.k == k, || {
+                format!("{name} is [{}, {}], not [{columns}, {k}]", weight.columns, weight.k)
+            })?;
+            need(weight.is_half() || !self.kernel.takes_half(), || format!("{name} must be stored in bfloat16"))
+        };
+        fits("qkv", &layer.qkv, width + 2 * s.kv_heads * s.head_dim, s.hidden)?;
+        fits("output", &layer.output, s.hidden, width)?;
+        fits("gate_up", &layer.gate_up, 2 * s.intermediate, s.hidden)?;
+        fits("down", &layer.down, s.hidden, s.intermediate)?;
+        for (name, norm, size) in [
+            ("attention_norm", Some(&layer.attention_norm), s.hidden),
+            ("mlp_norm", Some(&layer.mlp_norm), s.hidden),
+            ("query_norm", layer.query_norm.as_ref(), s.head_dim),
+            ("key_norm", layer.key_norm.as_ref(), s.head_dim),
+        ] {
+            need(norm.is_none_or(|n| n.len() == size), || format!("{name} must hold {size} numbers"))?;
+        }
+        self.layers.push(layer);
+        Ok(())
+    }
+
+    /// # Errors
+    /// As `push`.
+    pub fn set_head(&mut self, head: Head) -> Result<(), String> {
+        need(head.weight.k == self.shape.hidden && head.norm.len() == self.shape.hidden, || {
+            format!("the head must be over {} numbers", self.shape.hidden)
+        })?;
+        need(head.weight.is_half() || !self.kernel.takes_half(), || "the head must be stored in bfloat16".into())?;
+        self.head = Some(head);
+        Ok(())
+    }
+
+    /// # Errors
+    /// A message when the tables do not fit the shape.
+    pub fn set_angles(&mut self, angles: Angles) -> Result<(), String> {
+        let dim = angles.dim;
+        need(dim > 0 && dim <= self.shape.head_dim && dim.is_multiple_of(2), || {
+            format!("rotary size {dim} of {}", self.shape.head_dim)
+        })?;
+        need(angles.cos.len() == angles.sin.len() && angles.cos.len().is_multiple_of(dim), || {
+            format!("cos and sin must be [positions, {dim}]")
+        })?;
+        self.angles = angles;
+        Ok(())
+    }
+
+    /// Run all layers on `hidden` [tokens, hidden size] in place: embeddings in, the last layer's output out (not yet
+    /// normed). Keys and values are written to the pages.
+    ///
+    /// # Errors
+    /// A message when sizes do not fit together, a page is not there or two tokens have one slot; no page is written then.
+    pub fn forward<E: Stored>(
+        &mut self,
+        team: &Team,
+        hidden: &mut [f32],
+        step: &mut Step<'_, E>,
+    ) -> Result<(), String> {
+        let shape = self.shape.clone();
+        let tokens = step.slots.len();
+        self.check(hidden, step)?;
+        self.tasks.refill(step.rows.query_start, shape.heads, shape.kv_heads)?;
+        let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let all = width + 2 * kv_width;
+        self.fit(tokens, width, all);
+        let rotary = Rotary { angles: &self.angles, positions: step.positions };
+        let kernel = self.kernel;
+        let out = Output::Add { at: hidden.as_mut_ptr(), stride: shape.hidden };
+        for (layer, pages) in self.layers.iter().zip(step.pages) {
+            token_ops::norm(team, hidden, &layer.attention_norm, shape.eps, tokens, self.normed.sink());
+            let qkv = Output::Store { at: self.qkv.as_mut_ptr(), stride: all };
+            let product = Product { weight: &layer.qkv, input: self.normed.rows(), rows: tokens, output: qkv };
+            // SAFETY: buffers hold `tokens` rows of what each product takes and gives (`fit`, `push`); nothing else
+            // touches them meanwhile; the kernel runs here (`Kernel::best`).
+            unsafe { product.run(kernel, team) };
+            let heads = token_ops::Heads { shape: &shape, layer, rotary, eps: shape.eps };
+            // SAFETY: slots are distinct and within the pages by `check`.
+            unsafe {
+                heads.rotate(team, &self.qkv[..tokens * all], &mut self.query, step.slots, step.storage, pages);
+            }
+            let options = Options { scale: shape.scale, window: layer.window, softcap: None, sinks: None };
+            let (query, rows) = (&self.query[..tokens * width], &step.rows);
+            let attention = &mut self.attention[..];
+            let prepared =
+                Prepared::new(&self.tasks, query, shape.heads, step.storage, pages, rows, &options, attention)?;
+            // SAFETY: `run` gives each task once and returns when all have ended.
+            team.run(prepared.len(), &|task| unsafe { prepared.run(task) });
+            token_ops::convert(team, &self.attention, width, tokens, self.attended.sink());
+            let product = Product { weight: &layer.output, input: self.attended.rows(), rows: tokens, output: out };
+            // SAFETY: as above; `hidden` has [tokens, hidden].
+            unsafe { product.run(kernel, team) };
+            token_ops::norm(team, hidden, &layer.mlp_norm, shape.eps, tokens, self.normed.sink());
+            let gated = self.gated.sink().gated(shape.activation);
+            let product = Product { weight: &layer.gate_up, input: self.normed.rows(), rows: tokens, output: gated };
+            // SAFETY: as above.
+            unsafe { product.run(kernel, team) };
+            let product = Product { weight: &layer.down, input: self.gated.rows(), rows: tokens, output: out };
+            // SAFETY: as above.
+            unsafe { product.run(kernel, team) };
+        }
+        Ok(())
+    }
+
+    /// Logits [indices, vocabulary] of some of `hidden`'s tokens, as `forward` left them.
+    ///
+    /// # Errors
+    /// A message when there is no head, an index has no token or `out` does not fit.
+    pub fn logits(&mut self, team: &Team, hidden: &[f32], indices: &[i32], out: &mut [f32]) -> Result<(), String> {
+        let Some(head) = &self.head else { return Err("the decoder has no head".into()) };
+        let (size, vocabulary) = (self.shape.hidden, head.weight.columns);
+        let tokens = hidden.len() / size;
+        let bad = indices.iter().find(|&&i| i < 0 || i as usize >= tokens);
+        need(bad.is_none(), || format!("token {} of {tokens}", bad.copied().unwrap_or_default()))?;
+        need(out.len() == indices.len() * vocabulary, || format!("logits must be [{}, {vocabulary}]", indices.len()))?;
+        self.normed.fit(indices.len());
+        let picked: Vec<f32> =
+            indices.iter().flat_map(|&i| &hidden[i as usize * size..][..size]).copied().collect();
+        token_ops::norm(team, &picked, &head.norm, self.shape.eps, indices.len(), self.normed.sink());
+        let output = Output::Store { at: out.as_mut_ptr(), stride: vocabulary };
+        let product = Product { weight: &head.weight, input: self.normed.rows(), rows: indices.len(), output };
+        // SAFETY: `out` has a row an index, the buffer was made to fit.
+        unsafe { product.run(self.kernel, team) };
+        Ok(())
+    }
+
+    fn fit(&mut self, tokens: usize, width: usize, all: usize) {
+        for buffer in [&mut self.normed, &mut self.attended, &mut self.gated] {
+            buffer.fit(tokens);
+        }
+        for (buffer, size) in
+            [(&mut self.qkv, tokens * all), (&mut self.query, tokens * width), (&mut self.attention, tokens * width)]
+        {
+            if buffer.len() < size {
+                buffer.resize(size, 0.0);
+            }
+        }
+    }
+
+    fn check<E: Element>(&mut self, hidden: &[f32], step: &Step<'_, E>) -> Result<(), String> {
+        self.slots.clear();
+        self.slots.extend(step.slots.iter().filter(|&&slot| slot >= 0));
+        self.slots.sort_unstable();
+        let twice = self.slots.windows(2).find(|w| w[0] == w[1]);
+        need(twice.is_none(), || format!("slot {} is given to two tokens", twice.map_or(0, |w| w[0])))?;
+        let (s, tokens) = (&self.shape, step.slots.len());
+        need(hidden.len() == tokens * s.hidden, || format!("hidden must be [{tokens}, {}]", s.hidden))?;
+        need(step.positions.len() == tokens, || format!("{} positions of {tokens} tokens", step.positions.len()))?;
+        let limit = self.angles.cos.len() / self.angles.dim.max(1);
+        let far = step.positions.iter().find(|&&p| p < 0 || p as usize >= limit);
+        need(far.is_none(), || format!("position {} of {limit}", far.copied().unwrap_or_default()))?;
+        need(step.pages.len() == self.layers.len(), || {
+            format!("{} layers, pages of {}", self.layers.len(), step.pages.len())
+        })?;
+        let used = step.rows.query_start.last().copied().unwrap_or(0) as usize;
+        need(used <= tokens, || format!("rows of {used} tokens, {tokens} are there"))?;
+        for pages in step.pages {
+            need(pages.kv_heads == s.kv_heads && pages.head_dim == s.head_dim, || "pages of other heads".into())?;
+            let limit = (pages.pages_within(step.storage.len()) * pages.block_size) as i64;
+            let slot = step.slots.iter().find(|&&slot| i64::from(slot) >= limit);
+            need(slot.is_none(), || format!("slot {} of {limit}", slot.copied().unwrap_or_default()))?;
+        }
+        Ok(())
+    }
+}
