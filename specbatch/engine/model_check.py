@@ -27,14 +27,11 @@ def check_against_transformers(runner: ModelRunner) -> float:
     Call it before the pages belong to anybody: it writes to the first ones after the null page. Rows are short, so what
     only shows beyond a window or a trained length does not show here.
     """
-    device = runner.model.device
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, runner.vocab_size, (length,), generator=generator).to(device) for length, _ in ROWS]
+    rows = sample_rows(runner.vocab_size, runner.model.device)
     with _own_attention(runner.model.module), torch.inference_mode():
         expected = [_plain_logits(runner.model.module, row) for row in rows]
-    actual = _paged_logits(runner, rows)
-    scale = max(float(e.abs().max()) for e in expected)
-    difference = max(float((a - e).abs().max()) for a, e in zip(actual, expected, strict=True)) / max(scale, 1e-6)
+    actual = paged_logits(runner, rows)
+    difference = compare_logits(actual, expected)
     if not difference <= TOLERANCE[runner.model.dtype]:  # NaN counts as different
         kind = runner.model.shape.model_type
         raise RuntimeError(
@@ -44,7 +41,19 @@ def check_against_transformers(runner: ModelRunner) -> float:
     return difference
 
 
-def _paged_logits(runner: ModelRunner, rows: list[Tensor]) -> list[Tensor]:
+def compare_logits(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference as a share of the largest expected logit; NaN when there is one."""
+    scale = max(float(e.abs().max()) for e in expected)
+    return max(float((a - e).abs().max()) for a, e in zip(actual, expected, strict=True)) / max(scale, 1e-6)
+
+
+def sample_rows(vocab_size: int, device: torch.device) -> list[Tensor]:
+    """Token ids of the rows that are run."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab_size, (length,), generator=generator).to(device) for length, _ in ROWS]
+
+
+def paged_logits(runner: ModelRunner, rows: list[Tensor]) -> list[Tensor]:
     """Float32 logits of each row's second chunk, [tokens, vocab]."""
     block_size = runner.pages.shape[3]
     tables, used = [], 1

@@ -34,9 +34,11 @@ class ModelRunner:
         self._step = model.step
         self._step.backend = backend
         self._wiring_checked = False
+        if model.packed is not None:
+            model.packed.bind(pages)
         for layer in model.layers:
             layer.key_pages, layer.value_pages = pages[:, layer.layer, 0], pages[:, layer.layer, 1]
-        if model.support.status == "unproved":
+        if model.support.status == "unproved" and model.packed is None:  # packed: compared when it was packed
             from specbatch.engine.model_check import check_against_transformers
 
             check_against_transformers(self)
@@ -51,6 +53,9 @@ class ModelRunner:
 
         The model's own head is used, on those tokens alone, with whatever scaling or capping it applies.
         """
+        packed = self.model.packed
+        if packed is not None:
+            return packed.logits(packed.hidden(input_ids, metadata), logits_indices)
         output = self._run(self.model.module, input_ids, metadata, logits_to_keep=logits_indices)
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -58,6 +63,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward_hidden(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Run packed tokens [T] for their KV alone; returns the last hidden states [T, hidden], without logits."""
+        if self.model.packed is not None:
+            return self.model.packed.hidden(input_ids, metadata)
         output = self._run(self.model.module.base_model, input_ids, metadata)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden

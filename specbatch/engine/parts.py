@@ -17,6 +17,7 @@ from specbatch.engine.decode_graphs import DecodeGraphs
 from specbatch.engine.graphs import Capturer, CudaCapturer, GraphRunner
 from specbatch.engine.kv_cache import PagedKVCache
 from specbatch.engine.model_runner import ModelRunner
+from specbatch.engine.packing import can_pack, pack
 from specbatch.engine.plan import EnginePlan
 from specbatch.engine.row_params import RowParams
 from specbatch.engine.sampling_state import SamplingState
@@ -44,6 +45,7 @@ class EngineParts:
     speculator: Speculator | None  # the one that proposes in Python, if any
     rejection: bool  # verification by min(1, p/q) instead of coupled samples
     attention: str  # backend and why
+    compute: str = ""  # what multiplies, where it is not simply torch
     graphs: DecodeGraphs | None = None  # decode steps padded and replayed; None: they run as they come
     graphs_off: str = ""  # why there are none
 
@@ -52,6 +54,7 @@ class EngineParts:
         return {
             **plan,
             "attention": self.attention,
+            "compute": self.compute or "torch",
             "speculator": self.speculator and self.speculator.name,
             "cuda_graphs": self.graphs.describe() if self.graphs else {"enabled": False, "reason": self.graphs_off},
             "resolved": {"dtype": plan["dtype"]},  # choices that change results: a resume repeats them
@@ -77,6 +80,7 @@ class Models:
     draft: LoadedModel | None
     attention: BackendChoice
     draft_attention: BackendChoice | None
+    compute: str = ""  # what multiplies, where it is not simply torch
 
 
 def build_parts(
@@ -101,13 +105,20 @@ def build_parts(
 
 
 def load_models(plan: EnginePlan, options: EngineOptions) -> Models:
-    target = load_model(plan.model, plan.device, plan.dtype)
+    def load(path: str, choice: BackendChoice) -> tuple[LoadedModel, str]:
+        model = load_model(path, plan.device, plan.dtype)
+        if not can_pack(plan.device, options.attention):
+            return model, ""
+        return pack(model, choice.backend, plan.threads, lambda: load_model(path, plan.device, plan.dtype))
+
     attention = backend_for(plan, options, plan.target)
+    target, compute = load(plan.model, attention)
     if plan.draft_model is None:
-        return Models(target, None, attention, None)
+        return Models(target, None, attention, None, compute)
     assert plan.draft is not None
-    draft = load_model(plan.draft_model, plan.device, plan.dtype)
-    return Models(target, draft, attention, backend_for(plan, options, plan.draft))
+    draft_attention = backend_for(plan, options, plan.draft)
+    draft, _ = load(plan.draft_model, draft_attention)
+    return Models(target, draft, attention, draft_attention, compute)
 
 
 def backend_for(plan: EnginePlan, options: EngineOptions, shape: ModelShape) -> BackendChoice:
@@ -168,6 +179,7 @@ def assemble(plan: EnginePlan, options: EngineOptions, models: Models, tokenizer
         speculator=speculator,
         rejection=options.verification == "rejection",
         attention=models.attention.reason,
+        compute=models.compute,
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from specbatch.engine.kv_layout import KVShape
 from specbatch.models import attention_hook
 from specbatch.models.attention_hook import ATTENTION_NAME, LayerContext, StepContext
+from specbatch.models.packed import PackedDecoder
 from specbatch.models.shape import count_parameters, rope_type, shape_from_config
 from specbatch.models.support import ModelShape, Support, check_support, model_shape, read_config
 
@@ -36,6 +37,7 @@ class LoadedModel:
     dtype: torch.dtype
     layers: list[LayerContext]
     step: StepContext
+    packed: PackedDecoder | None = None  # runs in the module's place; the module's layers have no weights then
 
     @property
     def kv_shape(self) -> KVShape:

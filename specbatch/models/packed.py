@@ -1,0 +1,187 @@
+"""A decoder in packed weights on a CPU: what ModelRunner runs instead of the module where the model has the plain shape.
+
+Owns which models have that shape and how their weights are named. The arithmetic is in rust/cpu-kernels (decoder.rs);
+that it is the model's own is proved on loading, by comparing logits (engine/model_check.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from specbatch import _core
+from specbatch.attention.backend import AttentionMetadata
+
+if TYPE_CHECKING:
+    from specbatch.models.loading import LoadedModel
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_PARTS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+def why_not(model: LoadedModel) -> str | None:
+    """The reason why a model cannot run from packed weights; None when it can."""
+    config, base = model.config, model.module.base_model
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+        return f"{model.dtype} on {model.device.type}"
+    if model.shape.model_type not in MODEL_TYPES:
+        return f"model type {model.shape.model_type}"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"activation {config.hidden_act}"
+    if config.intermediate_size % 16:
+        return f"intermediate size {config.intermediate_size}"
+    if model.shape.softcap or model.shape.sinks:
+        return "attention with softcap or sinks"
+    for layer in base.layers:
+        for block, names in _PARTS.items():
+            for name in names:
+                linear = getattr(getattr(layer, block, None), name, None)
+                if type(linear) is not nn.Linear:
+                    return f"{block}.{name} is a {type(linear).__name__}"
+        if any(getattr(layer.mlp, name).bias is not None for name in _PARTS["mlp"]):
+            return "biases in the MLP"
+    return None
+
+
+class PackedDecoder:
+    """Layers and head of a model; a ModelRunner binds it to its KV pages.
+
+    NOTE: making one takes the weights of the module's layers away as they are packed: memory holds them once.
+    """
+
+    def __init__(self, model: LoadedModel, threads: int) -> None:
+        """Raises ValueError when the model has another shape (see `why_not`)."""
+        reason = why_not(model)
+        if reason is not None:
+            raise ValueError(f"not a model for packed weights: {reason}")
+        config, shape, base = model.config, model.shape, model.module.base_model
+        self._embedding: Tensor = base.embed_tokens.weight
+        self._decoder = _core.CpuDecoder(
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            activation=config.hidden_act,
+            scale=float(base.layers[0].self_attn.scaling),
+            bfloat16=model.dtype == torch.bfloat16,
+            threads=threads,
+        )
+        for layer, context in zip(base.layers, model.layers, strict=True):
+            self._decoder.add_layer(**_layer_arrays(layer), sliding_window=context.sliding_window)
+            _drop_weights(layer)
+        head = model.module.lm_head
+        self._decoder.set_head(_vector(base.norm.weight), _bits(head.weight))
+        if head.weight is not self._embedding:
+            _drop_weights(head)
+        with torch.inference_mode():
+            positions = torch.arange(shape.max_model_len)[None]
+            cos, sin = base.rotary_emb(torch.zeros(1, 1, 1), positions)
+        self._decoder.set_angles(_vector(cos[0]), _vector(sin[0]))
+        self._vocab = head.weight.shape[0] if head.weight.numel() else shape.vocab_size
+        self._storage: NDArray[np.float32] | NDArray[np.uint16] | None = None
+        self._pages: list[_core.CpuLayerPages] = []
+
+    def bind(self, pages: Tensor) -> None:
+        """Use these pages [num_pages, layers, 2, block_size, kv_heads, head_dim] from now on."""
+        flat = pages.as_strided((pages.untyped_storage().nbytes() // pages.element_size(),), (1,), 0)
+        self._storage = _bits(flat)
+        self._pages = [_layer_pages(pages[:, i]) for i in range(pages.shape[1])]
+
+    @property
+    def kernel(self) -> str:
+        """What multiplies, for people."""
+        return f"packed weights, {self._decoder.kernel}, {self._decoder.threads} threads"
+
+    def hidden(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Run packed tokens [T]; keys and values go to the pages. Returns float32 [T, hidden], before the final norm."""
+        hidden = torch.nn.functional.embedding(input_ids, self._embedding).float()
+        tree = metadata.tree_ancestors
+        rows = metadata.num_rows
+        assert self._storage is not None, "no pages are bound"
+        self._decoder.forward(
+            hidden.numpy(),
+            storage=self._storage,
+            pages=self._pages,
+            positions=metadata.positions.numpy(),
+            slot_mapping=metadata.slot_mapping.numpy(),
+            query_start_loc=metadata.query_start_loc[: rows + 1].numpy(),
+            seq_lens=metadata.seq_lens[:rows].numpy(),
+            block_tables=metadata.block_tables[:rows].numpy(),
+            tree_ancestors=None if tree is None else tree.numpy(),
+        )
+        return hidden
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Float32 logits [L, vocab] of tokens `indices` [L] (int32) of `hidden`."""
+        out = torch.empty(indices.shape[0], self._vocab)
+        self._decoder.logits(hidden.numpy(), indices.int().numpy(), out.numpy())
+        return out
+
+
+def _layer_arrays(layer: Any) -> dict[str, Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    arrays: dict[str, Any] = {
+        "attention_norm": _vector(layer.input_layernorm.weight),
+        "mlp_norm": _vector(layer.post_attention_layernorm.weight),
+        "q": _bits(attention.q_proj.weight),
+        "k": _bits(attention.k_proj.weight),
+        "v": _bits(attention.v_proj.weight),
+        "o": _bits(attention.o_proj.weight),
+        "gate": _bits(mlp.gate_proj.weight),
+        "up": _bits(mlp.up_proj.weight),
+        "down": _bits(mlp.down_proj.weight),
+    }
+    if any(p.bias is not None for p in projections):
+        biases = [p.bias if p.bias is not None else torch.zeros(p.weight.shape[0]) for p in projections]
+        arrays["qkv_bias"] = _vector(torch.cat(biases))
+    if attention.o_proj.bias is not None:
+        arrays["o_bias"] = _vector(attention.o_proj.bias)
+    if getattr(attention, "q_norm", None) is not None:
+        arrays["query_norm"] = _vector(attention.q_norm.weight)
+        arrays["key_norm"] = _vector(attention.k_norm.weight)
+    return arrays
+
+
+def _drop_weights(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(part.weight.new_empty(0), requires_grad=False)
+
+
+def _layer_pages(layer: Tensor) -> _core.CpuLayerPages:
+    """Of one layer's pages [num_pages, 2, block_size, kv_heads, head_dim]."""
+    _, _, block_size, kv_heads, head_dim = layer.shape
+    return _core.CpuLayerPages(
+        key_offset=int(layer[:, 0].storage_offset()),
+        value_offset=int(layer[:, 1].storage_offset()),
+        page_stride=layer.stride(0),
+        block_size=block_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def _vector(tensor: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensor.detach().float().contiguous().numpy()
+    return array
+
+
+def _bits(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
+    """The tensor's own memory: float32, or bfloat16 as its bits."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        bits: NDArray[np.uint16] = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    floats: NDArray[np.float32] = tensor.numpy()
+    return floats
