@@ -5,6 +5,8 @@
 //! Every number of a token's row is computed in the same order whatever else the step holds, so a row's result does not
 //! depend on batch, chunking or drafts, in either dtype.
 
+use std::time::Instant;
+
 use crate::attention::{Options, Prepared, Rows as StepRows, Stored, Tasks};
 use crate::packed::{Packed, padded};
 use crate::pages::{Element, LayerPages};
@@ -121,7 +123,13 @@ pub struct Decoder {
     query: Vec<f32>,
     attention: Vec<f32>,
     slots: Vec<i32>,
+    /// Seconds of each part of all layers so far (see `PARTS`).
+    seconds: [f64; PARTS.len()],
 }
+
+/// What a layer does, in order: the names of `Decoder::seconds`.
+pub const PARTS: [&str; 9] =
+    ["norm", "qkv", "rotate and store", "attention", "convert", "output", "mlp norm", "gate and up", "down"];
 
 fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
     if ok { Ok(()) } else { Err(message()) }
@@ -145,6 +153,7 @@ impl Decoder {
             query: Vec::new(),
             attention: Vec::new(),
             slots: Vec::new(),
+            seconds: [0.0; PARTS.len()],
             shape,
         }
     }
@@ -152,6 +161,12 @@ impl Decoder {
     #[must_use]
     pub fn kernel(&self) -> Kernel {
         self.kernel
+    }
+
+    /// Seconds spent in each of `PARTS` since the start.
+    #[must_use]
+    pub fn seconds(&self) -> [f64; PARTS.len()] {
+        self.seconds
     }
 
     #[must_use]
@@ -238,18 +253,28 @@ impl Decoder {
         let rotary = Rotary { angles: &self.angles, positions: step.positions };
         let kernel = self.kernel;
         let out = Output::Add { at: hidden.as_mut_ptr(), stride: shape.hidden };
+        let seconds = &mut self.seconds;
+        let mut since = Instant::now();
+        let mut lap = |part: usize| {
+            let now = Instant::now();
+            seconds[part] += (now - since).as_secs_f64();
+            since = now;
+        };
         for (layer, pages) in self.layers.iter().zip(step.pages) {
             token_ops::norm(team, hidden, &layer.attention_norm, shape.eps, tokens, self.normed.sink());
+            lap(0);
             let qkv = Output::Store { at: self.qkv.as_mut_ptr(), stride: all };
             let product = Product { weight: &layer.qkv, input: self.normed.rows(), rows: tokens, output: qkv };
             // SAFETY: buffers hold `tokens` rows of what each product takes and gives (`fit`, `push`); nothing else
             // touches them meanwhile; the kernel runs here (`Kernel::best`).
             unsafe { product.run(kernel, team) };
+            lap(1);
             let heads = token_ops::Heads { shape: &shape, layer, rotary, eps: shape.eps };
             // SAFETY: slots are distinct and within the pages by `check`.
             unsafe {
                 heads.rotate(team, &self.qkv[..tokens * all], &mut self.query, step.slots, step.storage, pages);
             }
+            lap(2);
             let options = Options { scale: shape.scale, window: layer.window, softcap: None, sinks: None };
             let (query, rows) = (&self.query[..tokens * width], &step.rows);
             let attention = &mut self.attention[..];
@@ -257,18 +282,24 @@ impl Decoder {
                 Prepared::new(&self.tasks, query, shape.heads, step.storage, pages, rows, &options, attention)?;
             // SAFETY: `run` gives each task once and returns when all have ended.
             team.run(prepared.len(), &|task| unsafe { prepared.run(task) });
+            lap(3);
             token_ops::convert(team, &self.attention, width, tokens, self.attended.sink());
+            lap(4);
             let product = Product { weight: &layer.output, input: self.attended.rows(), rows: tokens, output: out };
             // SAFETY: as above; `hidden` has [tokens, hidden].
             unsafe { product.run(kernel, team) };
+            lap(5);
             token_ops::norm(team, hidden, &layer.mlp_norm, shape.eps, tokens, self.normed.sink());
+            lap(6);
             let gated = self.gated.sink().gated(shape.activation);
             let product = Product { weight: &layer.gate_up, input: self.normed.rows(), rows: tokens, output: gated };
             // SAFETY: as above.
             unsafe { product.run(kernel, team) };
+            lap(7);
             let product = Product { weight: &layer.down, input: self.gated.rows(), rows: tokens, output: out };
             // SAFETY: as above.
             unsafe { product.run(kernel, team) };
+            lap(8);
         }
         Ok(())
     }

@@ -2,7 +2,6 @@
 //! Plain loops, compiled anew inside each kernel so that they use its vectors.
 
 use crate::packed::COLUMNS;
-use crate::pages::Element;
 use crate::product::{Activation, Output, Product};
 
 /// Where a tile of sums belongs.
@@ -81,19 +80,33 @@ pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], str
                 }
                 Output::Gated { at, stride, activation } => {
                     let out = at.add((tile.row + row) * stride + tile.column / 2);
-                    gated(sums, bias, activation, |i, value| *out.add(i) = value);
+                    gated(sums, bias, activation, |i, values| out.add(i).cast::<[f32; COLUMNS]>().write_unaligned(*values));
                 }
                 Output::GatedHalf { at, stride, activation } => {
                     let out = at.add((tile.row + row) * stride + tile.column / 2);
-                    gated(sums, bias, activation, |i, value| *out.add(i) = u16::from_f32(value));
+                    gated(sums, bias, activation, |i, values| {
+                        out.add(i).cast::<[u16; COLUMNS]>().write_unaligned(halves(values));
+                    });
                 }
             }
         }
     }
 }
 
+/// Rounded to bfloat16 (to nearest even, NaN stays NaN), without branches.
 #[inline(always)]
-fn gated(sums: &[f32], bias: Option<&[f32]>, activation: Activation, mut put: impl FnMut(usize, f32)) {
+pub(crate) fn halves(values: &[f32; COLUMNS]) -> [u16; COLUMNS] {
+    let mut out = [0; COLUMNS];
+    for (o, v) in out.iter_mut().zip(values) {
+        let bits = v.to_bits();
+        let rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        *o = if v.is_nan() { bits >> 16 | 0x40 } else { rounded } as u16;
+    }
+    out
+}
+
+#[inline(always)]
+fn gated(sums: &[f32], bias: Option<&[f32]>, activation: Activation, mut put: impl FnMut(usize, &[f32; COLUMNS])) {
     for (pair, both) in sums.chunks_exact(2 * COLUMNS).enumerate() {
         let (gate, up) = both.split_at(COLUMNS);
         let mut values = [0.0f32; COLUMNS];
@@ -110,8 +123,7 @@ fn gated(sums: &[f32], bias: Option<&[f32]>, activation: Activation, mut put: im
             Activation::Silu => values.iter_mut().for_each(|v| *v = silu(*v)),
             Activation::GeluTanh => values.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
         }
-        for i in 0..COLUMNS {
-            put(pair * COLUMNS + i, values[i] * lifted[i]);
-        }
+        values.iter_mut().zip(lifted).for_each(|(v, u)| *v *= u);
+        put(pair * COLUMNS, &values);
     }
 }

@@ -116,8 +116,9 @@ pub struct Block {
     pub panels: usize,
 }
 
-/// Rows of one chunk: what stays in the second cache while a chunk's panels go by.
-const ROWS: usize = 128;
+/// Bytes of activations in one chunk: what stays in the second cache while the chunk's panels go by. More rows mean that
+/// weights come from memory fewer times.
+const CHUNK_BYTES: usize = 1 << 20;
 
 impl Product<'_> {
     /// Compute it on the team.
@@ -127,7 +128,8 @@ impl Product<'_> {
     /// the processor has the kernel's instructions.
     pub unsafe fn run(&self, kernel: Kernel, team: &Team) {
         let panels = self.weight.num_panels();
-        let parts = self.rows.div_ceil(ROWS).max(1);
+        let row_bytes = self.weight.k_padded * if kernel.takes_half() { 2 } else { 4 };
+        let parts = (self.rows * row_bytes).div_ceil(CHUNK_BYTES).max(1);
         let rows_a_part = self.rows.div_ceil(parts).next_multiple_of(32);
         let parts = self.rows.div_ceil(rows_a_part);
         // Chunks small enough to share out, large enough to be worth claiming, in whole groups of panels.
