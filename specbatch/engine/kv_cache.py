@@ -5,6 +5,8 @@ Owns bytes and views. Which page belongs to whom is the block pool's business (R
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from typing import Literal
 
 import torch
@@ -15,6 +17,7 @@ from specbatch.engine.kv_layout import KVShape, PageLayout, plan_pages
 __all__ = ["KVShape", "PageLayout", "PagedKVCache", "Tenant", "plan_pages"]
 
 Tenant = Literal["target", "draft"]
+_HUGE_PAGE = 2 << 20
 
 
 class PagedKVCache:
@@ -35,7 +38,7 @@ class PagedKVCache:
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
-        self.storage = torch.zeros(layout.bytes_for(num_pages), dtype=torch.uint8, device=self.device)
+        self.storage = _zeros(layout.bytes_for(num_pages), self.device)
         self._views: dict[Tenant, Tensor] = {"target": self._view(layout.target, layout.block_size)}
         if layout.draft is not None:
             self._views["draft"] = self._view(layout.draft, layout.draft_block_size)
@@ -64,3 +67,15 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         return self.storage.numel()
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """Zeroed bytes. In host memory on huge pages where the system has them: attention jumps from page to page of the
+    pool, and with 4 kB pages most of its time went into address translation (64 rows x 400 tokens: 1.6x)."""
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(count, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, count + _HUGE_PAGE)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)  # keeps the mapping alive

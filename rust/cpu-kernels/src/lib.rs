@@ -19,6 +19,7 @@ mod avx2;
 pub mod decoder;
 mod epilogue;
 mod lanes;
+mod lines;
 pub mod packed;
 pub mod pages;
 pub mod product;

@@ -3,6 +3,7 @@
 //! by side, as the processors' bfloat16 instructions take them. k is padded with zeros to a multiple of 32, columns to
 //! whole groups.
 
+use crate::lines::Lines;
 use crate::pages::Element;
 
 /// Output columns of a panel.
@@ -20,9 +21,9 @@ pub struct Line(pub [u32; 16]);
 /// The stored numbers, as cache lines.
 pub enum Panels {
     /// Line k: the panel's 16 columns in float32.
-    F32(Vec<Line>),
+    F32(Lines),
     /// Line k: k = 2 line and 2 line + 1 of its 16 columns in bfloat16.
-    Bf16(Vec<Line>),
+    Bf16(Lines),
 }
 
 /// W of y = x W^T + bias.
@@ -53,8 +54,8 @@ impl Packed {
         let rows: Vec<&[E]> = order(parts, k, interleave);
         let (columns, k_padded) = (rows.len(), padded(k));
         let lines_a_group = GROUP * if half { k_padded / 2 } else { k_padded };
-        let mut lines = zeros(columns.div_ceil(GROUP * COLUMNS) * lines_a_group);
-        for (group, rows) in lines.chunks_exact_mut(lines_a_group).zip(rows.chunks(GROUP * COLUMNS)) {
+        let mut lines = Lines::zeros(columns.div_ceil(GROUP * COLUMNS) * lines_a_group);
+        for (group, rows) in lines.as_mut_slice().chunks_exact_mut(lines_a_group).zip(rows.chunks(GROUP * COLUMNS)) {
             for (column, row) in rows.iter().enumerate() {
                 let (panel, column) = (column / COLUMNS, column % COLUMNS);
                 for (at, &value) in row.iter().enumerate() {
@@ -116,15 +117,6 @@ impl Packed {
     pub fn bytes(&self) -> usize {
         size_of_val(self.lines())
     }
-}
-
-/// Zeroed lines, on huge pages where the system gives them: weights are read from front to back, and prefetchers stop at
-/// a page's end.
-fn zeros(count: usize) -> Vec<Line> {
-    let lines = vec![Line([0; 16]); count];
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    crate::simd::want_huge_pages(lines.as_ptr().cast(), size_of_val(&lines[..]));
-    lines
 }
 
 /// The parts one after the other, or, with `interleave`, a panel of the first, a panel of the second, and so on: gate and
