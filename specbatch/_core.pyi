@@ -31,6 +31,7 @@ __all__ = [
     "STEP_IDLE",
     "STEP_PREFILL",
     "AcceptanceCounts",
+    "CpuDecoder",
     "CpuLayerPages",
     "FinishedBatch",
     "Scheduler",
@@ -303,3 +304,74 @@ def cpu_attention(
     sinks: NDArray[np.float32] | None = None,  # [heads]
 ) -> None:
     """Attention over pages read in place, into `out`. ValueError when sizes or pages do not fit; `out` is untouched then."""
+
+@final
+class CpuDecoder:
+    """The layers of a pre-norm decoder (RMS norm, rotary attention over grouped KV heads, gated MLP) in packed weights.
+
+    Every number of a row is computed in the same order whatever else a step holds. Weights are [out, in], float32 or
+    uint16 (bfloat16 bits), and copied. ValueError names the size, TypeError the dtype that does not fit.
+    """
+
+    def __new__(
+        cls,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,  # a multiple of 16
+        eps: float,
+        activation: str,  # silu, gelu_pytorch_tanh
+        scale: float,  # of attention scores
+        bfloat16: bool,  # multiply bfloat16 activations where this processor can
+        threads: int,  # the caller's thread among them; decoders of one number share their threads
+    ) -> CpuDecoder: ...
+    def add_layer(
+        self,
+        *,
+        attention_norm: NDArray[np.float32],  # [hidden]
+        q: NDArray[np.float32] | NDArray[np.uint16],
+        k: NDArray[np.float32] | NDArray[np.uint16],
+        v: NDArray[np.float32] | NDArray[np.uint16],
+        o: NDArray[np.float32] | NDArray[np.uint16],
+        mlp_norm: NDArray[np.float32],  # [hidden]
+        gate: NDArray[np.float32] | NDArray[np.uint16],
+        up: NDArray[np.float32] | NDArray[np.uint16],
+        down: NDArray[np.float32] | NDArray[np.uint16],
+        qkv_bias: NDArray[np.float32] | None = None,
+        o_bias: NDArray[np.float32] | None = None,
+        query_norm: NDArray[np.float32] | None = None,  # [head_dim]
+        key_norm: NDArray[np.float32] | None = None,
+        sliding_window: int | None = None,
+    ) -> None: ...
+    def set_head(self, norm: NDArray[np.float32], weight: NDArray[np.float32] | NDArray[np.uint16]) -> None: ...
+    def set_angles(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None:
+        """Rotary tables [positions, rotary size], both halves alike."""
+
+    def forward(
+        self,
+        hidden: NDArray[np.float32],  # [T, hidden] embeddings in, the last layer's output (before the final norm) out
+        *,
+        storage: NDArray[np.float32] | NDArray[np.uint16],  # [N] the whole KV storage
+        pages: list[CpuLayerPages],  # one a layer
+        positions: NDArray[np.int32],  # [T]
+        slot_mapping: NDArray[np.int32],  # [T]; negative: nowhere
+        query_start_loc: NDArray[np.int32],  # [R + 1]
+        seq_lens: NDArray[np.int32],  # [R]
+        block_tables: NDArray[np.int32],  # [R, P]
+        tree_ancestors: NDArray[np.int64] | None = None,  # [T]
+    ) -> None:
+        """Run the layers; keys and values go to the pages. ValueError when something does not fit: no page is written then."""
+
+    def logits(self, hidden: NDArray[np.float32], indices: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Logits of tokens `indices` [L] of `hidden` as `forward` left it, into `out` [L, vocabulary]."""
+
+    @property
+    def kernel(self) -> str:
+        """The instructions that multiply here, for people."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def threads(self) -> int: ...

@@ -110,12 +110,18 @@ impl CpuDecoder {
     ) -> PyResult<Self> {
         let sizes = [hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, threads];
         if sizes.contains(&0) || !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(PyValueError::new_err(format!("sizes {sizes:?} must be positive and heads a multiple of KV heads")));
+            return Err(PyValueError::new_err(format!(
+                "sizes {sizes:?} must be positive and heads a multiple of KV heads"
+            )));
         }
         let activation = match activation {
             "silu" => Activation::Silu,
             "gelu_pytorch_tanh" => Activation::GeluTanh,
-            other => return Err(PyValueError::new_err(format!("activation {other:?} is neither silu nor gelu_pytorch_tanh"))),
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "activation {other:?} is neither silu nor gelu_pytorch_tanh"
+                )));
+            }
         };
         let shape = Shape {
             hidden: hidden_size,

@@ -29,7 +29,8 @@ _PARTS = {
 
 def why_not(model: LoadedModel) -> str | None:
     """The reason why a model cannot run from packed weights; None when it can."""
-    config, base = model.config, model.module.base_model
+    config: Any = model.config
+    base: Any = model.module.base_model
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return f"{model.dtype} on {model.device.type}"
     if model.shape.model_type not in MODEL_TYPES:
@@ -62,7 +63,8 @@ class PackedDecoder:
         reason = why_not(model)
         if reason is not None:
             raise ValueError(f"not a model for packed weights: {reason}")
-        config, shape, base = model.config, model.shape, model.module.base_model
+        module: Any = model.module
+        config, shape, base = model.config, model.shape, module.base_model
         self._embedding: Tensor = base.embed_tokens.weight
         self._decoder = _core.CpuDecoder(
             hidden_size=shape.hidden_size,
@@ -79,7 +81,8 @@ class PackedDecoder:
         for layer, context in zip(base.layers, model.layers, strict=True):
             self._decoder.add_layer(**_layer_arrays(layer), sliding_window=context.sliding_window)
             _drop_weights(layer)
-        head = model.module.lm_head
+        head = module.lm_head
+        self._vocab = int(head.weight.shape[0])
         self._decoder.set_head(_vector(base.norm.weight), _bits(head.weight))
         if head.weight is not self._embedding:
             _drop_weights(head)
@@ -87,7 +90,6 @@ class PackedDecoder:
             positions = torch.arange(shape.max_model_len)[None]
             cos, sin = base.rotary_emb(torch.zeros(1, 1, 1), positions)
         self._decoder.set_angles(_vector(cos[0]), _vector(sin[0]))
-        self._vocab = head.weight.shape[0] if head.weight.numel() else shape.vocab_size
         self._storage: NDArray[np.float32] | NDArray[np.uint16] | None = None
         self._pages: list[_core.CpuLayerPages] = []
 

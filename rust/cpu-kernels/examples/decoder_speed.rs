@@ -96,7 +96,12 @@ fn run<E: Stored>(team: &Team, half: bool) {
     }
     let table = vec![0.7; 8192 * head_dim];
     decoder.set_angles(Angles { cos: table.clone(), sin: table, dim: head_dim }).expect("angles");
-    println!("{}, {} threads, {:.0} MB of weights", decoder.kernel().name(), team.size(), decoder.weight_bytes() as f64 / 1e6);
+    println!(
+        "{}, {} threads, {:.0} MB of weights",
+        decoder.kernel().name(),
+        team.size(),
+        decoder.weight_bytes() as f64 / 1e6
+    );
     for (name, rows, context, queries) in [
         ("one row, 400 tokens of context", 1, 400, 1),
         ("8 rows", 8, 400, 1),
@@ -111,5 +116,9 @@ fn run<E: Stored>(team: &Team, half: bool) {
 fn main() {
     let threads = std::env::args().nth(1).and_then(|a| a.parse().ok()).unwrap_or(1);
     let team = Team::new(threads);
-    if std::env::args().nth(2).is_some_and(|a| a == "half") { run::<u16>(&team, true) } else { run::<f32>(&team, false) }
+    if std::env::args().nth(2).is_some_and(|a| a == "half") {
+        run::<u16>(&team, true)
+    } else {
+        run::<f32>(&team, false)
+    }
 }

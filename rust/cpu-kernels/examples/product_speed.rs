@@ -1,4 +1,4 @@
-//! GFLOP/s and GB/s of each kernel over the shapes of a small model: cargo run --release --example product_speed [THREADS]
+//! Products a second of each kernel over the shapes of a small model: `product_speed [THREADS [KERNEL]]`
 
 use std::time::Instant;
 
@@ -22,8 +22,7 @@ fn main() {
                 // As many copies as make more than the caches hold, as the layers of a model do.
                 let copies = if columns > 10_000 { 2 } else { 30 };
                 let values = vec![0.5f32; columns * k];
-                let weights: Vec<_> =
-                    (0..copies).map(|_| Packed::new(&[&values[..]], k, stored_half, false)).collect();
+                let weights: Vec<_> = (0..copies).map(|_| Packed::new(&[&values[..]], k, stored_half, false)).collect();
                 print!("{kernel:?} half={stored_half} {name:8}");
                 for rows in [1usize, 4, 8, 16, 64, 1024] {
                     if rows == 1024 && columns > 10_000 {
@@ -49,7 +48,11 @@ fn main() {
                         best = best.min(start.elapsed().as_secs_f64() / f64::from(copies));
                     }
                     let flops = 2.0 * (rows * columns * k) as f64 / best / 1e9;
-                    print!("  {rows}: {:.0} us {flops:.0} GF {:.0} GB/s", best * 1e6, weights[0].bytes() as f64 / best / 1e9);
+                    print!(
+                        "  {rows}: {:.0} us {flops:.0} GF {:.0} GB/s",
+                        best * 1e6,
+                        weights[0].bytes() as f64 / best / 1e9
+                    );
                 }
                 println!();
             }

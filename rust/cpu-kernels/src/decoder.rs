@@ -316,8 +316,7 @@ impl Decoder {
         need(bad.is_none(), || format!("token {} of {tokens}", bad.copied().unwrap_or_default()))?;
         need(out.len() == indices.len() * vocabulary, || format!("logits must be [{}, {vocabulary}]", indices.len()))?;
         self.normed.fit(indices.len());
-        let picked: Vec<f32> =
-            indices.iter().flat_map(|&i| &hidden[i as usize * size..][..size]).copied().collect();
+        let picked: Vec<f32> = indices.iter().flat_map(|&i| &hidden[i as usize * size..][..size]).copied().collect();
         token_ops::norm(team, &picked, &head.norm, self.shape.eps, indices.len(), self.normed.sink());
         let output = Output::Store { at: out.as_mut_ptr(), stride: vocabulary };
         let product = Product { weight: &head.weight, input: self.normed.rows(), rows: indices.len(), output };

@@ -80,7 +80,9 @@ pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], str
                 }
                 Output::Gated { at, stride, activation } => {
                     let out = at.add((tile.row + row) * stride + tile.column / 2);
-                    gated(sums, bias, activation, |i, values| out.add(i).cast::<[f32; COLUMNS]>().write_unaligned(*values));
+                    gated(sums, bias, activation, |i, values| {
+                        out.add(i).cast::<[f32; COLUMNS]>().write_unaligned(*values);
+                    });
                 }
                 Output::GatedHalf { at, stride, activation } => {
                     let out = at.add((tile.row + row) * stride + tile.column / 2);

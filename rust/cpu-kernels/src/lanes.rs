@@ -239,104 +239,104 @@ macro_rules! vector_lanes {
 
 #[cfg(target_arch = "x86_64")]
 vector_lanes!(Avx512, f32, __m512, 1, [12, 8, 4, 2, 1], [12 x 2, 8 x 2, 4 x 4, 2 x 4], 4,
-    zero: _mm512_setzero_ps(), store: |value, at| _mm512_storeu_ps(at, value),
-    step: |acc, x, stride, line, R, P| {
-        let mut w = [_mm512_setzero_ps(); P];
-        for (p, w) in w.iter_mut().enumerate() {
-            *w = _mm512_load_ps(line.add(p).cast());
+zero: _mm512_setzero_ps(), store: |value, at| _mm512_storeu_ps(at, value),
+step: |acc, x, stride, line, R, P| {
+    let mut w = [_mm512_setzero_ps(); P];
+    for (p, w) in w.iter_mut().enumerate() {
+        *w = _mm512_load_ps(line.add(p).cast());
+    }
+    for (r, acc) in acc.iter_mut().enumerate() {
+        let x = _mm512_set1_ps(*x.add(r * stride));
+        for (acc, w) in acc.iter_mut().zip(w) {
+            *acc = _mm512_fmadd_ps(x, w, *acc);
         }
-        for (r, acc) in acc.iter_mut().enumerate() {
-            let x = _mm512_set1_ps(*x.add(r * stride));
-            for (acc, w) in acc.iter_mut().zip(w) {
-                *acc = _mm512_fmadd_ps(x, w, *acc);
-            }
-        }
-    });
+    }
+});
 
 #[cfg(target_arch = "x86_64")]
 vector_lanes!(Avx512Widen, f32, __m512, 2, [12, 8, 4, 2, 1], [12 x 2, 8 x 2, 4 x 4, 2 x 4], 4,
-    zero: _mm512_setzero_ps(), store: |value, at| _mm512_storeu_ps(at, value),
-    step: |acc, x, stride, line, R, P| {
-        let mut w = [_mm512_setzero_ps(); P];
-        for (p, w) in w.iter_mut().enumerate() {
-            let both = _mm512_load_si512(line.add(p).cast());
-            *w = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+zero: _mm512_setzero_ps(), store: |value, at| _mm512_storeu_ps(at, value),
+step: |acc, x, stride, line, R, P| {
+    let mut w = [_mm512_setzero_ps(); P];
+    for (p, w) in w.iter_mut().enumerate() {
+        let both = _mm512_load_si512(line.add(p).cast());
+        *w = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    }
+    for (r, acc) in acc.iter_mut().enumerate() {
+        let x = _mm512_set1_ps(*x.add(r * stride));
+        for (acc, w) in acc.iter_mut().zip(w) {
+            *acc = _mm512_fmadd_ps(x, w, *acc);
         }
-        for (r, acc) in acc.iter_mut().enumerate() {
-            let x = _mm512_set1_ps(*x.add(r * stride));
-            for (acc, w) in acc.iter_mut().zip(w) {
-                *acc = _mm512_fmadd_ps(x, w, *acc);
-            }
+    }
+    for (p, w) in w.iter_mut().enumerate() {
+        let both = _mm512_load_si512(line.add(p).cast());
+        *w = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xFFFF_0000_u32 as i32)));
+    }
+    for (r, acc) in acc.iter_mut().enumerate() {
+        let x = _mm512_set1_ps(*x.add(r * stride + 1));
+        for (acc, w) in acc.iter_mut().zip(w) {
+            *acc = _mm512_fmadd_ps(x, w, *acc);
         }
-        for (p, w) in w.iter_mut().enumerate() {
-            let both = _mm512_load_si512(line.add(p).cast());
-            *w = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xFFFF_0000_u32 as i32)));
-        }
-        for (r, acc) in acc.iter_mut().enumerate() {
-            let x = _mm512_set1_ps(*x.add(r * stride + 1));
-            for (acc, w) in acc.iter_mut().zip(w) {
-                *acc = _mm512_fmadd_ps(x, w, *acc);
-            }
-        }
-    });
+    }
+});
 
 #[cfg(target_arch = "x86_64")]
 vector_lanes!(Avx512Bf16, u16, __m512, 2, [12, 8, 4, 2, 1], [12 x 2, 8 x 2, 4 x 4, 2 x 4], 4,
-    zero: _mm512_setzero_ps(), store: |value, at| _mm512_storeu_ps(at, value),
-    step: |acc, x, stride, line, R, P| {
-        let mut w = [_mm512_setzero_si512(); P];
-        for (p, w) in w.iter_mut().enumerate() {
-            *w = _mm512_load_si512(line.add(p).cast());
+zero: _mm512_setzero_ps(), store: |value, at| _mm512_storeu_ps(at, value),
+step: |acc, x, stride, line, R, P| {
+    let mut w = [_mm512_setzero_si512(); P];
+    for (p, w) in w.iter_mut().enumerate() {
+        *w = _mm512_load_si512(line.add(p).cast());
+    }
+    for (r, acc) in acc.iter_mut().enumerate() {
+        let x = _mm512_set1_epi32(x.add(r * stride).cast::<i32>().read_unaligned());
+        for (acc, w) in acc.iter_mut().zip(w) {
+            // SAFETY: both are 512 bits of bfloat16.
+            let (x, w) = (std::mem::transmute::<__m512i, __m512bh>(x), std::mem::transmute::<__m512i, __m512bh>(w));
+            *acc = _mm512_dpbf16_ps(*acc, x, w);
         }
-        for (r, acc) in acc.iter_mut().enumerate() {
-            let x = _mm512_set1_epi32(x.add(r * stride).cast::<i32>().read_unaligned());
-            for (acc, w) in acc.iter_mut().zip(w) {
-                // SAFETY: both are 512 bits of bfloat16.
-                let (x, w) = (std::mem::transmute::<__m512i, __m512bh>(x), std::mem::transmute::<__m512i, __m512bh>(w));
-                *acc = _mm512_dpbf16_ps(*acc, x, w);
-            }
-        }
-    });
+    }
+});
 
 #[cfg(target_arch = "x86_64")]
 vector_lanes!(Avx2, f32, [__m256; 2], 1, [6, 4, 2, 1, 1], [6 x 1, 4 x 1, 2 x 2], 4,
-    zero: [_mm256_setzero_ps(); 2],
-    store: |value, at| { _mm256_storeu_ps(at, value[0]); _mm256_storeu_ps(at.add(8), value[1]) },
-    step: |acc, x, stride, line, R, P| {
-        for p in 0..P {
-            let w: *const f32 = line.add(p).cast();
-            let w = [_mm256_load_ps(w), _mm256_load_ps(w.add(8))];
-            for (r, acc) in acc.iter_mut().enumerate() {
-                let x = _mm256_broadcast_ss(&*x.add(r * stride));
-                acc[p][0] = _mm256_fmadd_ps(x, w[0], acc[p][0]);
-                acc[p][1] = _mm256_fmadd_ps(x, w[1], acc[p][1]);
-            }
+zero: [_mm256_setzero_ps(); 2],
+store: |value, at| { _mm256_storeu_ps(at, value[0]); _mm256_storeu_ps(at.add(8), value[1]) },
+step: |acc, x, stride, line, R, P| {
+    for p in 0..P {
+        let w: *const f32 = line.add(p).cast();
+        let w = [_mm256_load_ps(w), _mm256_load_ps(w.add(8))];
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let x = _mm256_broadcast_ss(&*x.add(r * stride));
+            acc[p][0] = _mm256_fmadd_ps(x, w[0], acc[p][0]);
+            acc[p][1] = _mm256_fmadd_ps(x, w[1], acc[p][1]);
         }
-    });
+    }
+});
 
 #[cfg(target_arch = "x86_64")]
 vector_lanes!(Avx2Widen, f32, [__m256; 2], 2, [6, 4, 2, 1, 1], [6 x 1, 4 x 1, 2 x 2], 4,
-    zero: [_mm256_setzero_ps(); 2],
-    store: |value, at| { _mm256_storeu_ps(at, value[0]); _mm256_storeu_ps(at.add(8), value[1]) },
-    step: |acc, x, stride, line, R, P| {
-        for p in 0..P {
-            let line: *const __m256i = line.add(p).cast();
-            let both = [_mm256_load_si256(line), _mm256_load_si256(line.add(1))];
-            let w = both.map(|b| _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)));
-            for (r, acc) in acc.iter_mut().enumerate() {
-                let x = _mm256_broadcast_ss(&*x.add(r * stride));
-                acc[p][0] = _mm256_fmadd_ps(x, w[0], acc[p][0]);
-                acc[p][1] = _mm256_fmadd_ps(x, w[1], acc[p][1]);
-            }
-            let high = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
-            let w = both.map(|b| _mm256_castsi256_ps(_mm256_and_si256(b, high)));
-            for (r, acc) in acc.iter_mut().enumerate() {
-                let x = _mm256_broadcast_ss(&*x.add(r * stride + 1));
-                acc[p][0] = _mm256_fmadd_ps(x, w[0], acc[p][0]);
-                acc[p][1] = _mm256_fmadd_ps(x, w[1], acc[p][1]);
-            }
+zero: [_mm256_setzero_ps(); 2],
+store: |value, at| { _mm256_storeu_ps(at, value[0]); _mm256_storeu_ps(at.add(8), value[1]) },
+step: |acc, x, stride, line, R, P| {
+    for p in 0..P {
+        let line: *const __m256i = line.add(p).cast();
+        let both = [_mm256_load_si256(line), _mm256_load_si256(line.add(1))];
+        let w = both.map(|b| _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)));
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let x = _mm256_broadcast_ss(&*x.add(r * stride));
+            acc[p][0] = _mm256_fmadd_ps(x, w[0], acc[p][0]);
+            acc[p][1] = _mm256_fmadd_ps(x, w[1], acc[p][1]);
         }
-    });
+        let high = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
+        let w = both.map(|b| _mm256_castsi256_ps(_mm256_and_si256(b, high)));
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let x = _mm256_broadcast_ss(&*x.add(r * stride + 1));
+            acc[p][0] = _mm256_fmadd_ps(x, w[0], acc[p][0]);
+            acc[p][1] = _mm256_fmadd_ps(x, w[1], acc[p][1]);
+        }
+    }
+});
 
 macro_rules! entry {
     ($(#[$attribute:meta])* $name:ident, $lanes:ty, $rows:ident) => {
@@ -354,13 +354,33 @@ macro_rules! entry {
 entry!(plain, Plain, F32);
 entry!(plain_widen, PlainWiden, F32);
 #[cfg(target_arch = "x86_64")]
-entry!(#[target_feature(enable = "avx2,fma")] avx2, Avx2, F32);
+entry!(
+    #[target_feature(enable = "avx2,fma")]
+    avx2,
+    Avx2,
+    F32
+);
 #[cfg(target_arch = "x86_64")]
-entry!(#[target_feature(enable = "avx2,fma")] avx2_widen, Avx2Widen, F32);
+entry!(
+    #[target_feature(enable = "avx2,fma")]
+    avx2_widen,
+    Avx2Widen,
+    F32
+);
 #[cfg(target_arch = "x86_64")]
-entry!(#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")] avx512, Avx512, F32);
+entry!(
+    #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+    avx512,
+    Avx512,
+    F32
+);
 #[cfg(target_arch = "x86_64")]
-entry!(#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")] avx512_widen, Avx512Widen, F32);
+entry!(
+    #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+    avx512_widen,
+    Avx512Widen,
+    F32
+);
 #[cfg(target_arch = "x86_64")]
 entry!(
     #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]

@@ -24,6 +24,7 @@ impl Block {
     fn new(bytes: usize) -> Self {
         let layout = Layout::from_size_align(bytes.next_multiple_of(HUGE), HUGE).expect("less than the address space");
         // SAFETY: the size is not zero.
+        #[allow(clippy::cast_ptr_alignment)] // to two megabytes
         let at = unsafe { alloc_zeroed(layout) }.cast::<Line>();
         if at.is_null() {
             handle_alloc_error(layout);

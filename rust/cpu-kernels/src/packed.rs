@@ -73,6 +73,8 @@ impl Packed {
         Self { columns, k, k_padded, panels, bias: None }
     }
 
+    /// # Panics
+    /// When there is not one bias a column.
     #[must_use]
     pub fn with_bias(mut self, bias: Option<Vec<f32>>) -> Self {
         assert!(bias.as_ref().is_none_or(|b| b.len() == self.columns), "one bias a column");
@@ -129,14 +131,12 @@ fn order<'a, E>(parts: &[&'a [E]], k: usize, interleave: bool) -> Vec<&'a [E]> {
     assert!(parts.iter().all(|p| p.len() == rows * k), "interleaved parts must be alike");
     assert!(rows.is_multiple_of(COLUMNS), "interleaved parts must fill whole panels");
     (0..rows / COLUMNS)
-        .flat_map(|panel| {
-            parts.iter().flat_map(move |p| p[panel * COLUMNS * k..][..COLUMNS * k].chunks_exact(k))
-        })
+        .flat_map(|panel| parts.iter().flat_map(move |p| p[panel * COLUMNS * k..][..COLUMNS * k].chunks_exact(k)))
         .collect()
 }
 
 /// Is every number a bfloat16 as it is? Then storing it so loses nothing.
 #[must_use]
 pub fn all_half(values: &[f32]) -> bool {
-    values.iter().all(|v| v.to_bits() & 0xFFFF == 0)
+    values.iter().all(|v| v.to_bits().trailing_zeros() >= 16)
 }

@@ -141,12 +141,7 @@ impl Product<'_> {
         team.run(parts * across, &|chunk| {
             let (part, strip) = (chunk / across, chunk % across);
             let (row, panel) = (part * rows_a_part, strip * width);
-            let block = Block {
-                row,
-                rows: rows_a_part.min(self.rows - row),
-                panel,
-                panels: width.min(panels - panel),
-            };
+            let block = Block { row, rows: rows_a_part.min(self.rows - row), panel, panels: width.min(panels - panel) };
             // SAFETY: blocks are disjoint, the rest is the caller's promise.
             unsafe { self.block(kernel, block) };
         });

@@ -65,6 +65,7 @@ fn tokens(team: &Team, count: usize, numbers_a_token: usize, work: &(dyn Fn(usiz
 macro_rules! vectorised {
     ($name:ident, ($($argument:ident: $type:ty),*), $(<$E:ident: $bound:path>,)? $body:path) => {
         #[inline]
+        #[allow(clippy::too_many_arguments)]
         unsafe fn $name$(<$E: $bound>)?($($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {
