@@ -1,4 +1,4 @@
-//! Where a step of a small model spends its time: cargo run --release --example decoder_speed [THREADS] [half]
+//! Where a step of a small model spends its time: `decoder_speed [THREADS [half]]`
 //! The shape is SmolLM2-135M's, the weights are random.
 
 use specbatch_cpu_kernels::attention::{Rows, Stored};
@@ -117,8 +117,8 @@ fn main() {
     let threads = std::env::args().nth(1).and_then(|a| a.parse().ok()).unwrap_or(1);
     let team = Team::new(threads);
     if std::env::args().nth(2).is_some_and(|a| a == "half") {
-        run::<u16>(&team, true)
+        run::<u16>(&team, true);
     } else {
-        run::<f32>(&team, false)
+        run::<f32>(&team, false);
     }
 }
