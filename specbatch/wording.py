@@ -73,7 +73,8 @@ def engine_lines(description: Mapping[str, Any]) -> list[str]:
     model = _short_path(get("model"))
     draft = f" + draft {_short_path(get('draft_model'))}" if get("draft_model") else ""
     reason = f" ({get('dtype_reason')})" if get("dtype_reason") else ""
-    where = f" on {get('device')}" if get("device") else ""
+    devices = get("devices")
+    where = f" on {', '.join(devices) if devices else get('device')}" if devices or get("device") else ""
     lines = [f"model: {model}{draft}{where}" + (f", {get('dtype')}{reason}" if get("dtype") else "")]
     memory = []
     if get("kv_bytes"):
@@ -90,6 +91,10 @@ def engine_lines(description: Mapping[str, Any]) -> list[str]:
         lines.append("memory: " + "; ".join(memory))
     if get("attention"):
         lines.append(f"attention: {get('attention')}")
+    graphs = get("cuda_graphs")
+    if graphs and str(get("device")).startswith("cuda"):
+        held = f"on, {format_bytes(int(get('graph_bytes', 0)))}" if get("graph_bytes") else "on"
+        lines.append(f"CUDA graphs: {held if graphs['enabled'] else 'off (' + str(graphs['reason']) + ')'}")
     return lines
 
 

@@ -20,6 +20,7 @@ from specbatch.requests import DeviceLost, FinishedRows, RequestBatch
 from specbatch.sampling_params import SamplingParams
 from specbatch.standin import StandInEngine, StandInSettings
 from specbatch.target import make_fleet, make_target
+from specbatch.wording import engine_lines
 from tests.driving import add, make_engine
 from tests.jobs import Recorder, answers, prompts, read, target, write
 
@@ -303,3 +304,12 @@ def test_two_real_engines_answer_as_one(tmp_path: Path, tiny_target: Path) -> No
     )
     assert resolved == [{}, {"dtype": "float32"}]
     assert answers(tmp_path / "one") == answers(tmp_path / "two")
+
+
+def test_devices_and_graphs_are_shown() -> None:
+    plan: dict[str, Any] = {"model": "m", "device": "cuda:0", "dtype": "bfloat16", "devices": ["cuda:0", "cuda:1"]}
+    on = {"cuda_graphs": {"enabled": True, "reason": None}, "graph_bytes": 3 << 30}
+    assert engine_lines(plan | on) == ["model: m on cuda:0, cuda:1, bfloat16", "CUDA graphs: on, 3.0 GiB"]
+    off = {"cuda_graphs": {"enabled": False, "reason": "asked for"}}
+    assert engine_lines(plan | off)[-1] == "CUDA graphs: off (asked for)"
+    assert len(engine_lines({"model": "m", "device": "cpu"} | off)) == 1
