@@ -84,6 +84,8 @@ def controller_options(
 def step_costs(options: EngineOptions, parts: EngineParts, say: Say | None = None) -> StepCost:
     """Step times of this engine: from the disk, else measured now (and kept), else assumed with --no-profile."""
     if not options.profile:
+        if say is not None:
+            say("step times are assumed from the models' sizes (--no-profile), and corrected as steps run")
         return assumed_costs(parts.plan)
     cache, key = CostCache(cache_folder()), cost_key(parts)
     cost = cache.load(key)
