@@ -103,11 +103,14 @@ def default_output(inputs: tuple[str, ...]) -> Path:
 def _content(setting: Setting) -> str:
     """The text of a file that an option names."""
     try:
-        return Path(str(setting.value)).read_text(encoding="utf-8")
+        text = Path(str(setting.value)).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{setting.label}: cannot read {setting.value}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{setting.label}: {setting.value} is not UTF-8: {error}") from None
+    if not text.strip():
+        raise UsageError(f"{setting.label}: {setting.value} is empty")
+    return text
 
 
 _Pair = tuple[tuple[str, ...], str, Callable[[Settings], bool], str]

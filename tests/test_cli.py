@@ -96,6 +96,8 @@ def test_typer_knows_exactly_the_options_of_the_table() -> None:
         (["inspect", "nowhere"], 10, "nowhere: no such directory", ""),
         (["inspect", os.devnull], 10, "/dev/null: no such directory", ""),
         (["run", "", "-o", "x"], 2, "an input must be a path, got ''", ""),
+        (["run", "a", "--chat-template", "none.jinja"], 2, "--chat-template: cannot read none.jinja: No such file", ""),
+        (["run", "a", "--chat-template", os.devnull], 2, "--chat-template: /dev/null is empty", ""),
     ],
 )
 def test_what_is_wrong_is_said_with_its_exit_code(

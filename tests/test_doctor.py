@@ -10,6 +10,8 @@ import torch
 
 from specbatch import doctor
 from specbatch.attention.reference import ReferenceBackend
+from specbatch.engine.device import resolve_device
+from specbatch.errors import NoDevice
 
 CPU = torch.device("cpu")
 
@@ -94,3 +96,9 @@ def test_speculation_that_breaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     check = doctor.check_speculation("cpu")
     assert not check.works
     assert "%" in check.detail
+
+
+def test_a_device_that_is_not_there_is_a_missing_resource() -> None:
+    with pytest.raises(NoDevice, match=r"'cuda:99' was asked for, torch sees \d+ CUDA devices") as caught:
+        resolve_device("cuda:99")
+    assert caught.value.exit_code == 13

@@ -12,19 +12,21 @@ from pathlib import Path
 
 import torch
 
+from specbatch.errors import NoDevice
+
 BFLOAT16_GAIN = 1.3  # on a CPU bfloat16 must be this much faster to be taken: it gives some precision away
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" is the first GPU, or the CPU. Raises ValueError when a CUDA device was asked for and there is none."""
+    """ "auto" is the first GPU, or the CPU. Raises NoDevice when a CUDA device was asked for and there is none."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ValueError(
-                f"device {name!r} was asked for, torch sees {count} CUDA devices (use --device cpu or auto)"
+            raise NoDevice(
+                f"device {name!r} was asked for, torch sees {count} CUDA devices", hint="use --device cpu or auto"
             )
         return torch.device("cuda", device.index or 0)
     return device
