@@ -120,23 +120,17 @@ impl<E: Stored> Task<'_, E> {
 
     /// The keys that any query of the tile may see: outside of this range nothing is read.
     pub fn keys(&self) -> (usize, usize) {
-        let row_start = self.rows.query_start[self.row] as usize;
         if self.rows.ancestors.is_some() {
             return (0, self.rows.seq_lens[self.row] as usize); // a tree may look at its own row's tokens
         }
-        let context = self.context();
-        let first =
-            self.options.window.map_or(0, |w| (context + self.start - row_start + 1).saturating_sub(w as usize));
-        (first, context + self.end - row_start)
+        let first = self.options.window.map_or(0, |w| (self.index(self.start) + 1).saturating_sub(w as usize));
+        (first, self.index(self.end))
     }
 
     /// The task a query at a time; `AVX2` only where the caller was compiled for it and the head size is a multiple of 8.
     #[inline(always)]
     fn by_query<const AVX2: bool>(&self, out: Shared) {
         let dim = self.pages.head_dim;
-        let row_start = self.rows.query_start[self.row] as usize;
-        let row_end = self.rows.query_start[self.row + 1] as usize;
-        let context = self.rows.seq_lens[self.row] as usize - (row_end - row_start); // before this step's tokens
         let queries = (self.end - self.start) * self.group;
         let mut acc = vec![0.0f32; queries * dim];
         let mut maximum = vec![f32::NEG_INFINITY; queries];
@@ -156,38 +150,35 @@ impl<E: Stored> Task<'_, E> {
             let keys = &self.storage[base + self.pages.key_offset..][..(count - 1) * stride + dim];
             let values = &self.storage[base + self.pages.value_offset..][..(count - 1) * stride + dim];
             for q in 0..queries {
-                let token = self.start + q / self.group;
-                let index = context + token - row_start;
-                if self.rows.ancestors.is_none() && at > index {
+                let token = self.token(q);
+                if self.rows.ancestors.is_none() && at > self.index(token) {
                     continue;
                 }
-                let head = self.kv_head * self.group + q % self.group;
-                let query = &self.query[(token * self.heads + head) * dim..][..dim];
+                let query = &self.query[self.offset(q)..][..dim];
                 let target = &mut acc[q * dim..][..dim];
                 #[cfg(target_arch = "x86_64")]
                 if AVX2 {
-                    // SAFETY: `dispatch` proved the instructions and the size; the slices end with the last key.
+                    // SAFETY: `Path::best` proved the instructions and the size; the slices end with the last key.
                     unsafe { avx2::dots(query, keys, stride, count, &mut scores) };
-                    self.shape_scores(&mut scores[..count], token, row_start, context, at);
+                    self.shape_scores(&mut scores[..count], token, at);
                     // SAFETY: as above.
                     unsafe { avx2::absorb(&mut scores, count, values, stride, target, &mut maximum[q], &mut sum[q]) };
                     continue;
                 }
                 dots(query, keys, stride, &mut scores[..count]);
-                self.shape_scores(&mut scores[..count], token, row_start, context, at);
+                self.shape_scores(&mut scores[..count], token, at);
                 absorb(&scores[..count], values, stride, target, &mut maximum[q], &mut sum[q]);
             }
             at += count;
         }
         for q in 0..queries {
-            let (token, head) = (self.start + q / self.group, self.kv_head * self.group + q % self.group);
             let mut total = sum[q];
             if let Some(sinks) = self.options.sinks {
-                total += (sinks[head] - maximum[q]).exp(); // of either sign: a sink may be above every score
+                total += (sinks[self.head(q)] - maximum[q]).exp(); // of either sign: a sink may be above every score
             }
             let factor = if total > 0.0 { 1.0 / total } else { 0.0 };
             // SAFETY: tokens of a tile and heads of a KV head belong to this task alone; `check` proved the length.
-            let target = unsafe { std::slice::from_raw_parts_mut(out.0.add((token * self.heads + head) * dim), dim) };
+            let target = unsafe { std::slice::from_raw_parts_mut(out.0.add(self.offset(q)), dim) };
             for (o, a) in target.iter_mut().zip(&acc[q * dim..][..dim]) {
                 *o = a * factor;
             }
@@ -196,7 +187,7 @@ impl<E: Stored> Task<'_, E> {
 
     /// Scale, softcap and mask in place; `at` is the context index of the first key.
     #[inline(always)]
-    fn shape_scores(&self, scores: &mut [f32], token: usize, row_start: usize, context: usize, at: usize) {
+    fn shape_scores(&self, scores: &mut [f32], token: usize, at: usize) {
         for s in scores.iter_mut() {
             *s *= self.options.scale;
         }
@@ -205,7 +196,7 @@ impl<E: Stored> Task<'_, E> {
                 *s = cap * (*s / cap).tanh();
             }
         }
-        let index = context + token - row_start;
+        let (context, index) = (self.context(), self.index(token));
         if let Some(ancestors) = self.rows.ancestors {
             let bits = ancestors[token];
             for (j, s) in scores.iter_mut().enumerate() {
