@@ -13,7 +13,8 @@ import pytest
 
 from specbatch.engine_options import EngineOptions
 from specbatch.errors import ExitCode, OutOfMemory, ResourceError, UsageError
-from specbatch.job.fleet import MAX_FAULTS, Fleet, join_finished
+from specbatch.job.driver import join_finished
+from specbatch.job.fleet import MAX_FAULTS, Fleet
 from specbatch.job.options import JobOptions
 from specbatch.job.run import run_job
 from specbatch.requests import DeviceLost, FinishedRows, RequestBatch

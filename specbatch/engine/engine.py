@@ -21,6 +21,7 @@ from specbatch.engine.draft_probe import draft_probe
 from specbatch.engine.eager import EagerSteps, StepOutcome
 from specbatch.engine.observe import PolicyDriver, SpeculationPolicy
 from specbatch.engine.parts import EngineParts
+from specbatch.engine.request_arrays import core_arrays
 from specbatch.engine.results import ResultCollector
 from specbatch.errors import OutOfMemory
 from specbatch.requests import DeviceLost, EngineProgress, FinishedRows, RequestBatch
@@ -78,18 +79,8 @@ class Engine:
             raise ValueError(f"prompt token ids must be in 0..{self.sampling.vocab - 1}")
         for params in {id(p): p for p in many}.values():
             self.sampling.check(params)
-        lengths = np.diff(batch.prompt_offsets).astype(np.int32)
-        max_tokens = np.fromiter((p.max_tokens for p in many), np.int32, count)
-        handles = self.core.add_requests(
-            request_id=batch.request_id,
-            shard=np.full(count, batch.shard, np.int32),
-            prompt_values=batch.prompt_values,
-            prompt_offsets=batch.prompt_offsets,
-            max_tokens=max_tokens,
-            min_tokens=np.fromiter((p.min_tokens for p in many), np.int32, count),
-            ignore_eos=np.fromiter((p.ignore_eos for p in many), np.bool_, count),
-            **stop_arrays(many),
-        )
+        arrays = core_arrays(batch, many)
+        handles = self.core.add_requests(**arrays)
         self.sampling.set(
             handles,
             batch.params if isinstance(batch.params, SamplingParams) else many,
@@ -100,7 +91,8 @@ class Engine:
         )
         self._live.update(handles.tolist())
         self._may_have_finished = True  # those that can never run are finished at once
-        self._policy.note_added(handles, batch.shard, lengths, max_tokens)
+        lengths = np.diff(batch.prompt_offsets).astype(np.int32)
+        self._policy.note_added(handles, batch.shard, lengths, arrays["max_tokens"])
 
     def take_finished(self) -> FinishedRows | None:
         """Rows that ended; their handles are free from then on."""
@@ -154,9 +146,8 @@ class Engine:
         try:
             self._settle()
             self.arrays.await_copy()
-            self._progress.busy_seconds += self._policy.decide(
-                *self._last_rows()
-            )  # what a probe took; no part of a step
+            probing = self._policy.decide(*self._last_rows())
+            self._progress.busy_seconds += probing  # but no part of a step
             start = time.perf_counter()
             info = self._advance()
             if info.kind == _core.STEP_IDLE:
@@ -335,21 +326,3 @@ class Engine:
         self._forget_step()
         self.core.check_integrity()
         self.parts.free()
-
-
-def stop_arrays(params: list[SamplingParams]) -> dict[str, Any]:
-    """Stop tokens and stop strings of requests as the core takes them (values and offsets); {} when there are none."""
-    arrays: dict[str, Any] = {}
-    if any(p.stop_token_ids for p in params):
-        arrays["stop_token_values"] = np.array([t for p in params for t in p.stop_token_ids], np.int32)
-        arrays["stop_token_offsets"] = _offsets(len(p.stop_token_ids) for p in params)
-    if any(p.stop for p in params):
-        strings = [s.encode() for p in params for s in p.stop]
-        arrays["stop_string_values"] = np.frombuffer(b"".join(strings), np.uint8)
-        arrays["stop_string_offsets"] = _offsets(len(s) for s in strings)
-        arrays["stop_string_rows"] = _offsets(len(p.stop) for p in params)
-    return arrays
-
-
-def _offsets(lengths: Any) -> NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(np.fromiter(lengths, np.int64)))).astype(np.int64)

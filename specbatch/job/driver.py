@@ -7,8 +7,8 @@ a row error. Knows nothing of reading, tokenising or parts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -292,3 +292,24 @@ def pick(finished: FinishedRows, index: NDArray[np.int64]) -> FinishedRows:
         logprobs=logprobs,
         **arrays,
     )
+
+
+def join_finished(parts: Sequence[FinishedRows]) -> FinishedRows:
+    """Finished rows of several, one after the other."""
+    joined: dict[str, Any] = {}
+    for spec in fields(FinishedRows):
+        values = [getattr(part, spec.name) for part in parts]
+        if spec.name == "error":
+            joined[spec.name] = [item for value in values for item in value]
+        elif spec.name.endswith("_offsets"):
+            lengths = np.concatenate([np.diff(value) for value in values])
+            joined[spec.name] = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        elif spec.name == "logprobs":
+            blank = [
+                np.full(len(p.token_values), np.nan, np.float32) if v is None else v
+                for p, v in zip(parts, values, strict=True)
+            ]
+            joined[spec.name] = None if all(v is None for v in values) else np.concatenate(blank)
+        else:
+            joined[spec.name] = np.concatenate(values)
+    return FinishedRows(**joined)

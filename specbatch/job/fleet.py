@@ -10,12 +10,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from specbatch.errors import OutOfMemory, ResourceError, SpecbatchError
+from specbatch.job.driver import join_finished
 from specbatch.job.intake import choose, split
 from specbatch.requests import BatchEngine, DeviceLost, EngineProgress, FinishedRows, RequestBatch
 
@@ -308,10 +309,16 @@ class Fleet:
         return {**first, "devices": [member.name for member in self._alive()]}
 
     def close(self) -> None:
+        failure: Exception | None = None
         for member in self._alive():
             member.alive = False
-            member.call(lambda engine: engine.close())
+            try:
+                member.call(lambda engine: engine.close())
+            except Exception as error:
+                failure = failure or error
             member.commands.put(None)
+        if failure is not None:
+            raise failure
 
     def _alive(self) -> list[_Member]:
         return [member for member in self._members if member.alive]
@@ -322,24 +329,3 @@ def _add_counters(total: EngineProgress, more: EngineProgress) -> None:
     for name in ("prompt_tokens", "completion_tokens", "steps", "drafted", "accepted", "preemptions"):
         setattr(total, name, getattr(total, name) + getattr(more, name))
     total.busy_seconds = max(total.busy_seconds, more.busy_seconds)
-
-
-def join_finished(parts: Sequence[FinishedRows]) -> FinishedRows:
-    """Finished rows of several, one after the other."""
-    joined: dict[str, Any] = {}
-    for spec in fields(FinishedRows):
-        values = [getattr(part, spec.name) for part in parts]
-        if spec.name == "error":
-            joined[spec.name] = [item for value in values for item in value]
-        elif spec.name.endswith("_offsets"):
-            lengths = np.concatenate([np.diff(value) for value in values])
-            joined[spec.name] = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-        elif spec.name == "logprobs":
-            blank = [
-                np.full(len(p.token_values), np.nan, np.float32) if v is None else v
-                for p, v in zip(parts, values, strict=True)
-            ]
-            joined[spec.name] = None if all(v is None for v in values) else np.concatenate(blank)
-        else:
-            joined[spec.name] = np.concatenate(values)
-    return FinishedRows(**joined)
