@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.job.options import JobOptions
-from specbatch.streams import SafeStream
+from specbatch.streams import SafeStream, printable
 
 WIDTH = 600  # characters of a cell that are shown
 
@@ -25,9 +25,9 @@ def show_rows(stream: SafeStream, options: JobOptions, count: int) -> None:
             if bare in added and bare != "completion" and not (bare == "error" and value is not None):
                 continue
             lines = _shown(value).splitlines() or [""]
-            stream.line(f"  {name}: {lines[0]}")
+            stream.line(f"  {printable(name)}: {printable(lines[0])}")
             for line in lines[1:]:
-                stream.line(f"      {line}")
+                stream.line(f"      {printable(line)}")
     stream.line("")
 
 

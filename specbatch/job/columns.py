@@ -175,7 +175,7 @@ def _detect(schema: Any, options: JobOptions, has_chat_template: Callable[[], bo
 
 
 def _field(schema: Any, name: str, option: str) -> Any:
-    if name not in schema.names:
+    if schema.get_field_index(name) < 0:
         close = difflib.get_close_matches(name, schema.names, n=1)
         raise SchemaError(
             f"{option} {name}: no such column; there are {', '.join(schema.names)[:500] or 'none'}",
@@ -228,16 +228,22 @@ def plan_output(schema: Any, options: JobOptions) -> OutputPlan:
                 f"the input has a column {field.name!r}, which the output needs",
                 hint="give --output-prefix new_, or --keep-columns without it",
             )
-    if options.format == "parquet":
-        for field in fields:
-            try:
-                pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
-            except (pa.ArrowException, ValueError, TypeError) as error:
+    if options.format == "parquet" and _why_not_written(fields) is not None:
+        for field in fields:  # one by one only now: a table may have thousands
+            if (why := _why_not_written([field])) is not None:
                 raise SchemaError(
-                    f"column {field.name!r} ({field.type}) cannot be written: {error}",
+                    f"column {field.name!r} ({field.type}) cannot be written: {why}",
                     hint="leave it out with --keep-columns",
-                ) from error
+                )
     return OutputPlan(pa.schema([*fields, *added]), tuple(kept), tuple(field.name for field in added))
+
+
+def _why_not_written(fields: Sequence[Any]) -> str | None:
+    try:
+        pq.write_table(pa.schema(fields).empty_table(), pa.BufferOutputStream())
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        return str(error)
+    return None
 
 
 def added_fields(options: JobOptions) -> Sequence[Any]:

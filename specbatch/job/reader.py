@@ -6,6 +6,7 @@ Owns opening, unifying schemas over files and hive partitions. Knows nothing of 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,7 +62,8 @@ class ParquetFile:
 
     def read(self, names: Sequence[str], first_group: int, num_groups: int) -> Iterator[tuple[int, dict[str, Any]]]:
         groups = list(range(first_group, first_group + num_groups))
-        present = [name for name in names if name in self.schema.names]
+        own = set(self.schema.names)
+        present = [name for name in names if name in own]
         if not present:
             for group in groups:
                 for start in range(0, self.row_groups[group], SLICE_ROWS):
@@ -88,7 +90,7 @@ def _slice_rows(metadata: Any, groups: Sequence[int], names: set[str]) -> int:
 
 
 def _belongs(path: str, names: set[str]) -> bool:
-    return path in names or any(path.startswith(name + ".") for name in names)
+    return path in names or any(path[:i] in names for i, character in enumerate(path) if character == ".")
 
 
 class _reading:
@@ -190,8 +192,8 @@ def _hive_fields(specs: Sequence[InputSpec], files: Sequence[InputFile]) -> dict
 def _unify(specs: Sequence[InputSpec], files: Sequence[InputFile], hive: dict[str, Any]) -> Any:
     """One schema for all files: missing columns become null, numbers widen. Raises SchemaError naming the column."""
     for spec, file in zip(specs, files, strict=True):
-        repeated = next((n for i, n in enumerate(file.schema.names) if n in file.schema.names[:i]), None)
-        if repeated is not None:
+        repeated, times = Counter(file.schema.names).most_common(1)[0] if file.schema.names else ("", 0)
+        if times > 1:
             raise SchemaError(f"{spec.path} has two columns named {repeated!r}", hint="rename one of them")
     fields = {field.name: field for field in files[0].schema}
     for spec, file in zip(specs[1:], files[1:], strict=True):
