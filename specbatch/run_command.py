@@ -128,6 +128,8 @@ def _require_folder(metrics_file: Path | None) -> None:
     """The night is too long to find out at its end that the metrics have no place to go."""
     if metrics_file is not None and not os.access(metrics_file.absolute().parent, os.W_OK | os.X_OK):
         raise UsageError(f"--metrics-file {metrics_file}: its directory is not there or cannot be written to")
+    if metrics_file is not None and metrics_file.exists() and not metrics_file.is_file():
+        raise UsageError(f"--metrics-file {metrics_file} is not a regular file")  # a rename would replace a device
 
 
 def _confirm_restart(output: Path) -> None:

@@ -230,6 +230,8 @@ def test_what_runs_out_is_a_resource_not_a_defect(
         (["-o", "x" * 300], 2, "File name too long"),
         (["-o", "prompts.parquet"], 2, "is a file"),
         (["-o", "link"], 2, "output link is a link to nowhere, which is not there"),
+        (["--metrics-file", os.devnull], 2, "--metrics-file /dev/null is not a regular file"),
+        (["--metrics-file", "."], 2, "--metrics-file . is not a regular file"),
         (["--metrics-file", "no/such/x.prom"], 2, "--metrics-file no/such/x.prom: its directory is not there"),
     ],
 )

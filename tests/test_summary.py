@@ -106,6 +106,11 @@ def test_the_metrics_file_is_replaced_whole_and_readable_by_others(tmp_path: Pat
     assert "specbatch_last_success" in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH
     assert [p.name for p in tmp_path.iterdir()] == ["specbatch.prom"]
+    link = tmp_path / "link.prom"
+    link.symlink_to(path)
+    write_metrics(link, None, exit_code=5, output="o")
+    assert link.is_symlink()
+    assert 'exit_code{output="o"} 5' in path.read_text()
 
 
 def a_part(name: str, **changes: Any) -> PartEntry:

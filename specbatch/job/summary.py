@@ -121,7 +121,8 @@ def metrics_text(
 
 
 def write_metrics(path: Path, result: JobResult | None, *, exit_code: int, output: str) -> None:
-    """Replace the metrics file atomically, readable by all. Raises DiskFull."""
+    """Replace the metrics file (or what a link of that name leads to) atomically, readable by all. Raises DiskFull."""
+    path = path.resolve()
     try:
         earlier = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
