@@ -56,7 +56,7 @@ run() { # name, seconds, command...
     [ $code -eq 0 ] || failed+=("$name")
 }
 
-run doctor 45 "$python" -c '
+run doctor $([ -n "$rehearse" ] && echo 150 || echo 60) "$python" -c '
 import json, sys
 from specbatch.doctor import diagnose
 found = diagnose()
@@ -68,9 +68,9 @@ if [ -n "$rehearse" ]; then
     run engine_speed 120 "$python" -m benchmarks.gpu.engine_speed --device cpu --dtype float32 --shapes tiny \
         --rows 1,4 --steps 10 --json "$out/engine_speed.json"
 else
-    run tests 170 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu tests/test_rng.py
+    run tests 160 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/gpu tests/test_rng.py
     run engine_speed 150 "$python" -m benchmarks.gpu.engine_speed --seconds 125 --json "$out/engine_speed.json"
-    run attention 80 "$python" -m benchmarks.gpu.attention --json "$out/attention.json"
+    run attention 70 "$python" -m benchmarks.gpu.attention --json "$out/attention.json"
 fi
 
 "$python" - "$out" "$((SECONDS - started))" "${failed[*]:-}" <<'END'
