@@ -64,7 +64,9 @@ def test_a_million_rows_in_one_row_group(tmp_path: Path) -> None:
 def test_more_than_two_gibibytes_in_one_column_of_a_row_group(tmp_path: Path) -> None:
     rows, cell = 1100, 2_000_000
     table = tmp_path / "in.parquet"
-    with pq.ParquetWriter(table, pa.schema([("prompt", pa.string()), ("wide", pa.large_string())])) as writer:
+    schema = pa.schema([("prompt", pa.string()), ("wide", pa.large_string())])
+    # Pages of 16 MB: a page is decoded whole, and Arrow's writer, left alone, makes one of 1,024 values whatever they weigh.
+    with pq.ParquetWriter(table, schema, write_batch_size=8) as writer:
         wide = pa.array((str(i) + "y" * cell for i in range(rows)), pa.large_string())
         prompts = pa.array([f"prompt {i}" for i in range(rows)])
         writer.write_table(pa.table({"prompt": prompts, "wide": wide}), row_group_size=rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, get_args
 
 from specbatch.errors import UsageError
@@ -10,6 +9,8 @@ from specbatch.errors import UsageError
 if TYPE_CHECKING:
     from specbatch.job.options import JobOptions
 
+MAX_SECONDS = 1_000_000_000  # 31 years: what every clock takes
+MAX_THREADS = 256
 MAX_SAMPLES = 1024  # request ids keep ten bits for the sample number
 
 
@@ -29,11 +30,14 @@ def check_options(options: JobOptions) -> None:
     check(0 <= options.seed < 2**63, "seed", "between 0 and 2**63 - 1")
     for name in ("shard_rows", "max_row_bytes", "tokenizer_threads", "read_ahead_rows"):
         check(getattr(options, name) >= 1, name, "at least 1")
+    check(options.tokenizer_threads <= MAX_THREADS, "tokenizer_threads", f"at most {MAX_THREADS}")
     check(options.limit is None or options.limit >= 1, "limit", "at least 1")
     for name in ("wait_lock", "grace", "stall_timeout"):
         value = getattr(options, name)
-        check(math.isfinite(value) and value >= 0, name, "a number of seconds, 0 or more")
-    check(options.max_duration is None or options.max_duration > 0, "max_duration", "a number of seconds above 0")
+        check(0 <= value <= MAX_SECONDS, name, f"a number of seconds between 0 and {MAX_SECONDS:,}")
+    duration = options.max_duration
+    allowed = f"a number of seconds above 0 and up to {MAX_SECONDS:,}"
+    check(duration is None or 0 < duration <= MAX_SECONDS, "max_duration", allowed)
     check(options.max_errors is None or options.max_errors >= 0, "max_errors", "0 or more")
     check(options.max_error_rate is None or 0 <= options.max_error_rate <= 1, "max_error_rate", "between 0 and 1")
     check(options.compression in ("zstd", "snappy", "none"), "compression", "one of zstd, snappy, none")
