@@ -367,6 +367,9 @@ class CpuDecoder:
     def logits(self, hidden: NDArray[np.float32], indices: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Logits of tokens `indices` [L] of `hidden` as `forward` left it, into `out` [L, vocabulary]."""
 
+    def best(self, hidden: NDArray[np.float32], indices: NDArray[np.int32], limit: int, out: NDArray[np.int32]) -> None:
+        """The first token of the largest logit among the first `limit`, into `out` [L]; -1 where it is NaN or infinite."""
+
     @property
     def kernel(self) -> str:
         """The instructions that multiply here, for people."""

@@ -268,6 +268,24 @@ impl CpuDecoder {
         py.detach(|| decoder.logits(team, hidden, indices, out)).map_err(PyValueError::new_err)
     }
 
+    /// The best token of some tokens of hidden among the first `limit`, into out; -1 where its logit is not finite.
+    #[allow(clippy::needless_pass_by_value)]
+    fn best(
+        &mut self,
+        py: Python<'_>,
+        hidden: PyReadonlyArray2<'_, f32>,
+        indices: PyReadonlyArray1<'_, i32>,
+        limit: usize,
+        mut out: PyReadwriteArray1<'_, i32>,
+    ) -> PyResult<()> {
+        let contiguous = |name: &str| PyValueError::new_err(format!("{name} must be contiguous"));
+        let hidden = hidden.as_slice().map_err(|_| contiguous("hidden"))?;
+        let indices = slice(&indices, "indices")?;
+        let out = out.as_slice_mut().map_err(|_| contiguous("out"))?;
+        let Self { decoder, team } = self;
+        py.detach(|| decoder.best(team, hidden, indices, limit, out)).map_err(PyValueError::new_err)
+    }
+
     /// What multiplies here.
     #[getter]
     fn kernel(&self) -> &'static str {

@@ -11,6 +11,7 @@ import torch
 from specbatch.attention.cpu_paged import CpuPagedAttention
 from specbatch.engine.kv_cache import PagedKVCache
 from specbatch.engine.kv_layout import plan_pages
+from specbatch.engine.logits import argmax_finite
 from specbatch.engine.model_check import compare_logits, paged_logits, sample_rows
 from specbatch.engine.model_runner import ModelRunner
 from specbatch.engine.packing import pack
@@ -87,6 +88,24 @@ def test_bfloat16_is_close(shape: str) -> None:
     torch_difference = compare_logits(logits_of(rounded), expected)
     rounded.packed = PackedDecoder(rounded, threads=1)
     assert compare_logits(logits_of(rounded), expected) < 2 * torch_difference + 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_best_tokens_are_those_of_the_logits(dtype: torch.dtype) -> None:
+    model = make("llama", BASE | {"vocab_size": 203}, dtype)
+    with torch.no_grad():
+        head = model.module.lm_head.weight
+        head[100] = head[11] = head[140]  # equal logits: the lowest id wins
+        head[7] = 100 * head[7]  # often the best, beyond the limit of some
+    packed = model.packed = PackedDecoder(model, threads=2)
+    hidden = torch.randn(9, 48)
+    hidden[3, 5] = torch.nan
+    hidden[4] = torch.inf
+    indices = torch.tensor([8, 0, 3, 4, 5, 5, 1])
+    for limit in (203, 150, 64, 12, 7, 1):
+        expected = argmax_finite(packed.logits(hidden, indices)[:, :limit])
+        assert packed.greedy(hidden, indices, limit).tolist() == expected.tolist()
+    assert packed.greedy(hidden, indices, 203)[2] == -1
 
 
 def test_packing_proves_itself_and_takes_the_weights_over() -> None:

@@ -58,7 +58,12 @@ class EagerSteps:
             self.parts.runner.forward_hidden(ids, metadata)
             return outcome
         indices = arrays.device["logits_indices"][: info.num_logits]
-        logits = self.parts.runner.forward(ids, metadata, indices)
+        runner = self.parts.runner
+        if params.is_plain_greedy and runner.can_choose:
+            best = runner.greedy(ids, metadata, indices, params.vocab)
+            outcome.token_ids[np.flatnonzero(num_sampled), 0] = best.numpy()
+            return outcome
+        logits = runner.forward(ids, metadata, indices)
         rows = row_of_logit(arrays.device["logits_start_loc"][: count + 1], info.num_logits)
         samples = sample(logits, params, rows, metadata.positions[indices.long()])
         outcome.token_ids[np.flatnonzero(num_sampled), 0] = samples.token_ids.cpu().numpy()
@@ -81,8 +86,12 @@ class EagerSteps:
             draft_seconds = time.perf_counter() - begin
         ids = arrays.device["input_ids"][: info.num_tokens]
         metadata = arrays.metadata(info)
-        logits = self.parts.runner.forward(ids, metadata, arrays.device["logits_indices"][: info.num_logits])
         num_draft = proposal.num_draft if proposal else arrays.device["num_draft_tokens"][:count]
+        indices, runner = arrays.device["logits_indices"][: info.num_logits], self.parts.runner
+        if params.is_plain_greedy and runner.can_choose:
+            best = runner.greedy(ids, metadata, indices, params.vocab)
+            return self._accept(info, best, num_draft, draft_seconds)
+        logits = runner.forward(ids, metadata, indices)
         tokens, num_sampled, logprobs = self._verify(info, logits, params, proposal, num_draft)
         if params.any_penalty:
             self.parts.sampling.commit(params, tokens, num_sampled)
@@ -93,6 +102,16 @@ class EagerSteps:
             logprobs=_on_host(logprobs),
             draft_seconds=draft_seconds,
         )
+
+    def _accept(self, info: StepInfo, best: Tensor, num_draft: Tensor, draft_seconds: float) -> StepOutcome:
+        """Coupled verification of greedy rows from their best tokens [T] alone."""
+        count = info.num_rows
+        if info.num_draft_tokens == 0 and info.num_tokens == count:
+            ones = np.ones(count, np.int32)
+            return StepOutcome(best.numpy()[:, None], ones, np.zeros(count, np.int32), draft_seconds=draft_seconds)
+        ids, starts = self.arrays.device["input_ids"][: info.num_tokens], self.arrays.device["query_start_loc"]
+        tokens, num_sampled = verify_coupled(best, ids, starts[: count + 1], num_draft, info.max_draft_tokens + 1)
+        return StepOutcome(tokens.numpy(), num_sampled.numpy(), num_draft.numpy(), draft_seconds=draft_seconds)
 
     def _verify(
         self, info: StepInfo, logits: Tensor, params: RowParams, proposal: Proposal | None, num_draft: Tensor

@@ -60,6 +60,18 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits.float()
 
+    @property
+    def can_choose(self) -> bool:
+        """`greedy` serves: the best token comes without its logits."""
+        return self.model.packed is not None
+
+    @torch.inference_mode()
+    def greedy(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor, vocab: int) -> Tensor:
+        """As `forward`, but returns int32 [L]: what `argmax_finite` says of the first `vocab` logits."""
+        packed = self.model.packed
+        assert packed is not None
+        return packed.greedy(packed.hidden(input_ids, metadata), logits_indices, vocab)
+
     @torch.inference_mode()
     def forward_hidden(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Run packed tokens [T] for their KV alone; returns the last hidden states [T, hidden], without logits."""

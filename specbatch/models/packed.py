@@ -129,6 +129,12 @@ class PackedDecoder:
         self._decoder.logits(hidden.numpy(), indices.int().numpy(), out.numpy())
         return out
 
+    def greedy(self, hidden: Tensor, indices: Tensor, vocab: int) -> Tensor:
+        """Int32 [L]: the best of the first `vocab` tokens after `indices` of `hidden`, as `argmax_finite` of the logits."""
+        out = torch.empty(indices.shape[0], dtype=torch.int32)
+        self._decoder.best(hidden.numpy(), indices.int().numpy(), vocab, out.numpy())
+        return out
+
 
 def _layer_arrays(layer: Any) -> dict[str, Any]:
     attention, mlp = layer.self_attn, layer.mlp

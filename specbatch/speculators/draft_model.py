@@ -6,6 +6,8 @@ draft. Which tokens those are, and every page, comes from the scheduler. (Leviat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from specbatch.engine.sampler import draft_prefix, row_of_logit, sample_draft
 from specbatch.engine.sampling_state import RowParams
 from specbatch.engine.step_buffers import StepArrays
 from specbatch.speculators.base import KVNeed, Proposal
+
+Pass = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]  # ids [T], metadata, indices [L] to logits or tokens [L]
 
 
 class DraftModelSpeculator:
@@ -48,20 +52,24 @@ class DraftModelSpeculator:
 
         # The first pass feeds what each row committed since the draft last saw it; its last token gives draft 1.
         last = arrays.device["draft_query_start_loc"][1 : count + 1][rows].long() - 1
-        logits = self.runner.forward(
+        choose, straight = self._choice(params)
+        chosen = choose(
             arrays.device["draft_input_ids"][: info.draft_num_tokens], arrays.metadata(info, draft=True), last
         )
         positions = arrays.device["draft_positions"][last]
         tables = arrays.device["draft_block_tables"]
         for j in range(info.max_draft_tokens):
-            drafted, q = sample_draft(
-                as_wide_as(logits, params.vocab),
-                params,
-                rows,
-                positions,
-                prior_ids=self._prior_ids(info, arrays, starts + j, width) if params.any_penalty else None,
-                with_probs=self.with_probs,
-            )
+            if straight:
+                drafted, q = chosen, None
+            else:
+                drafted, q = sample_draft(
+                    as_wide_as(chosen, params.vocab),
+                    params,
+                    rows,
+                    positions,
+                    prior_ids=self._prior_ids(info, arrays, starts + j, width) if params.any_penalty else None,
+                    with_probs=self.with_probs,
+                )
             drafted = drafted.clamp(min=0)  # a failed sample is just a poor draft
             arrays.device["input_ids"][starts + 1 + j] = drafted
             if q is not None:
@@ -76,11 +84,20 @@ class DraftModelSpeculator:
                 keep = torch.from_numpy(keep_host).to(device)
                 rows, starts, positions, drafted = rows[keep], starts[keep], positions[keep], drafted[keep]
             positions = positions + 1
-            logits = self._one_token(info, drafted, positions, tables[rows], j + 1)
+            chosen = self._one_token(choose, info, drafted, positions, tables[rows], j + 1)
         return Proposal(arrays.device["num_draft_tokens"][:count], probs)
 
-    def _one_token(self, info: StepInfo, ids: Tensor, positions: Tensor, tables: Tensor, ahead: int) -> Tensor:
-        """Feed one drafted token a row at `positions` and return its logits."""
+    def _choice(self, params: RowParams) -> tuple[Pass, bool]:
+        """How to run the model: to logits, or, where argmax is all that is wanted, straight to the best tokens (true)."""
+        runner = self.runner
+        if params.is_plain_greedy and not self.with_probs and runner.can_choose:
+            return lambda ids, metadata, indices: runner.greedy(ids, metadata, indices, params.vocab), True
+        return runner.forward, False
+
+    def _one_token(
+        self, choose: Pass, info: StepInfo, ids: Tensor, positions: Tensor, tables: Tensor, ahead: int
+    ) -> Tensor:
+        """Feed one drafted token a row at `positions`; returns what `choose` makes of it."""
         rows = ids.shape[0]
         page = (positions // self.block_size).long()
         slots = tables.gather(1, page[:, None])[:, 0] * self.block_size + positions % self.block_size
@@ -96,7 +113,7 @@ class DraftModelSpeculator:
             max_query_len=1,
             max_seq_len=info.draft_max_seq_len + ahead,
         )
-        return self.runner.forward(ids, metadata, steps[:-1])
+        return choose(ids, metadata, steps[:-1])
 
     def _prior_ids(self, info: StepInfo, arrays: StepArrays, token_index: Tensor, width: int) -> Tensor:
         """Drafts of this step that stand before the next one, for penalties: int32 [rows, width - 1], padded with -1."""

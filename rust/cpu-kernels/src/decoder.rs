@@ -8,9 +8,9 @@
 use std::time::Instant;
 
 use crate::attention::{Options, Prepared, Rows as StepRows, Stored, Tasks};
-use crate::packed::{Packed, padded};
+use crate::packed::{GROUP, Packed, padded};
 use crate::pages::{Element, LayerPages};
-use crate::product::{Activation, Kernel, Output, Product, Rows};
+use crate::product::{Activation, Best, Kernel, Output, Product, Rows};
 use crate::team::Team;
 use crate::token_ops::{self, Rotary};
 
@@ -309,19 +309,57 @@ impl Decoder {
     /// # Errors
     /// A message when there is no head, an index has no token or `out` does not fit.
     pub fn logits(&mut self, team: &Team, hidden: &[f32], indices: &[i32], out: &mut [f32]) -> Result<(), String> {
-        let Some(head) = &self.head else { return Err("the decoder has no head".into()) };
-        let (size, vocabulary) = (self.shape.hidden, head.weight.columns);
-        let tokens = hidden.len() / size;
-        let bad = indices.iter().find(|&&i| i < 0 || i as usize >= tokens);
-        need(bad.is_none(), || format!("token {} of {tokens}", bad.copied().unwrap_or_default()))?;
+        let vocabulary = self.head.as_ref().map_or(0, |h| h.weight.columns);
         need(out.len() == indices.len() * vocabulary, || format!("logits must be [{}, {vocabulary}]", indices.len()))?;
-        self.normed.fit(indices.len());
-        let picked: Vec<f32> = indices.iter().flat_map(|&i| &hidden[i as usize * size..][..size]).copied().collect();
-        token_ops::norm(team, &picked, &head.norm, self.shape.eps, indices.len(), self.normed.sink());
+        self.pick(team, hidden, indices)?;
+        let Some(head) = &self.head else { unreachable!("picked for it") };
         let output = Output::Store { at: out.as_mut_ptr(), stride: vocabulary };
         let product = Product { weight: &head.weight, input: self.normed.rows(), rows: indices.len(), output };
         // SAFETY: `out` has a row an index, the buffer was made to fit.
         unsafe { product.run(self.kernel, team) };
+        Ok(())
+    }
+
+    /// For some of `hidden`'s tokens the column of the largest logit among the first `limit`, the lowest among equals; -1
+    /// where that logit is NaN or infinite. No logits are kept.
+    ///
+    /// # Errors
+    /// As `logits`.
+    pub fn best(
+        &mut self,
+        team: &Team,
+        hidden: &[f32],
+        indices: &[i32],
+        limit: usize,
+        out: &mut [i32],
+    ) -> Result<(), String> {
+        need(out.len() == indices.len(), || format!("{} results for {} tokens", out.len(), indices.len()))?;
+        self.pick(team, hidden, indices)?;
+        let Some(head) = &self.head else { unreachable!("picked for it") };
+        let rows = indices.len();
+        let groups = head.weight.num_panels().div_ceil(GROUP);
+        let mut best = vec![Best::NONE; groups * rows];
+        let output = Output::Best { at: best.as_mut_ptr(), rows, limit };
+        let product = Product { weight: &head.weight, input: self.normed.rows(), rows, output };
+        // SAFETY: one result a group and row; the buffer was made to fit.
+        unsafe { product.run(self.kernel, team) };
+        for (row, out) in out.iter_mut().enumerate() {
+            let best = best[row..].iter().step_by(rows).fold(Best::NONE, |a, &b| a.or(b));
+            *out = if best.value.is_finite() { best.column as i32 } else { -1 };
+        }
+        Ok(())
+    }
+
+    /// Norm some of `hidden`'s tokens for the head.
+    fn pick(&mut self, team: &Team, hidden: &[f32], indices: &[i32]) -> Result<(), String> {
+        let Some(head) = &self.head else { return Err("the decoder has no head".into()) };
+        let size = self.shape.hidden;
+        let tokens = hidden.len() / size;
+        let bad = indices.iter().find(|&&i| i < 0 || i as usize >= tokens);
+        need(bad.is_none(), || format!("token {} of {tokens}", bad.copied().unwrap_or_default()))?;
+        self.normed.fit(indices.len());
+        let picked: Vec<f32> = indices.iter().flat_map(|&i| &hidden[i as usize * size..][..size]).copied().collect();
+        token_ops::norm(team, &picked, &head.norm, self.shape.eps, indices.len(), self.normed.sink());
         Ok(())
     }
 

@@ -1,8 +1,8 @@
 //! What is done with a tile of sums while it is in the first cache: bias, residual, gated activation, rounding.
 //! Plain loops, compiled anew inside each kernel so that they use its vectors.
 
-use crate::packed::COLUMNS;
-use crate::product::{Activation, Output, Product};
+use crate::packed::{COLUMNS, GROUP};
+use crate::product::{Activation, Best, Output, Product};
 
 /// Where a tile of sums belongs.
 #[derive(Clone, Copy)]
@@ -78,6 +78,11 @@ pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], str
                         }
                     }
                 }
+                Output::Best { at, rows, limit } => {
+                    let columns = tile.columns.min(limit.saturating_sub(tile.column));
+                    let best = best(sums, bias, tile.column, columns);
+                    at.add(tile.column / (GROUP * COLUMNS) * rows + tile.row + row).write(best);
+                }
                 Output::Gated { at, stride, activation } => {
                     let out = at.add((tile.row + row) * stride + tile.column / 2);
                     gated(sums, bias, activation, |i, values| {
@@ -93,6 +98,30 @@ pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], str
             }
         }
     }
+}
+
+/// The best of a tile's row; `columns` of the sums count.
+#[inline(always)]
+fn best(sums: &[f32], bias: Option<&[f32]>, first: usize, columns: usize) -> Best {
+    let mut values = [f32::NEG_INFINITY; GROUP * COLUMNS];
+    values[..columns].copy_from_slice(&sums[..columns]);
+    if let Some(bias) = bias {
+        values[..columns].iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+    }
+    let mut lanes = [f32::NEG_INFINITY; COLUMNS];
+    let mut nan = [false; COLUMNS];
+    for chunk in values.chunks_exact(COLUMNS) {
+        for i in 0..COLUMNS {
+            lanes[i] = if chunk[i] > lanes[i] { chunk[i] } else { lanes[i] };
+            nan[i] |= chunk[i].is_nan();
+        }
+    }
+    if nan.contains(&true) {
+        return Best { value: f32::NAN, column: first as u32 };
+    }
+    let value = lanes.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    let at = values.iter().position(|&v| v == value).unwrap_or(0);
+    Best { value, column: (first + at) as u32 }
 }
 
 /// Rounded to bfloat16 (to nearest even, NaN stays NaN), without branches.

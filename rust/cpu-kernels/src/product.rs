@@ -82,8 +82,28 @@ pub enum Output {
     Add { at: *mut f32, stride: usize },
     /// Panels come in pairs (gate, up): `out[row, column] = activation(gate) * up`.
     Gated { at: *mut f32, stride: usize, activation: Activation },
-    /// The same, rounded to bfloat16.
+    /// `best[group, row]` = the largest sum of each group of panels, of the columns below `limit`.
+    Best { at: *mut Best, rows: usize, limit: usize },
+    /// As `Gated`, rounded to bfloat16.
     GatedHalf { at: *mut u16, stride: usize, activation: Activation },
+}
+
+/// The largest of some columns, the lowest column among equals.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Best {
+    /// NaN when there is one among them.
+    pub value: f32,
+    pub column: u32,
+}
+
+impl Best {
+    pub const NONE: Self = Self { value: f32::NEG_INFINITY, column: u32::MAX };
+
+    /// The better of two; `self` holds the lower columns.
+    #[must_use]
+    pub fn or(self, later: Self) -> Self {
+        if later.value > self.value || (later.value.is_nan() && !self.value.is_nan()) { later } else { self }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
