@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -81,17 +81,20 @@ def estimate(options: JobOptions, target: Target, *, stage: Callable[[str], None
         n=options.n,
         logprobs=options.logprobs,
     )
+    # Whatever the policy, lengths are looked at before it: truncated rows are over-long too.
+    preparer = Preparer(replace(options, overlong="error"), builder, tokenizer, target.max_model_len)
     stage("counting tokens")
     counts = _Counts(options, target.max_model_len)
     began = time.perf_counter()
     for shard in _sample(shards, rows):
         start = 0
         for piece in inputs.read(shard, plan.source.columns):
-            counts.add(Preparer(options, builder, tokenizer, target.max_model_len).prepare(shard, start, piece))
+            counts.add(preparer.prepare(shard, start, piece))
             start += piece.rows
     seconds = time.perf_counter() - began
     scale = rows / counts.rows if counts.rows else 1.0
-    lengths = np.concatenate(counts.lengths) if counts.lengths else np.zeros(1, np.int64)
+    lengths = np.concatenate([*counts.lengths, np.zeros(0, np.int64)])
+    low, median, p99, high = map(int, np.quantile(lengths, (0, 0.5, 0.99, 1))) if len(lengths) else (0, 0, 0, 0)
     completion = round(counts.completion * scale) * options.n
     speed = _earlier_speed(options)
     manifest = _manifest(options.output)
@@ -105,11 +108,11 @@ def estimate(options: JobOptions, target: Target, *, stage: Callable[[str], None
         output_columns=plan.output.as_text,
         sampled_rows=counts.rows,
         prompt_tokens=round(int(lengths.sum()) * scale),
-        prompt_tokens_min=int(lengths.min()),
-        prompt_tokens_median=int(np.median(lengths)),
-        prompt_tokens_p99=int(np.quantile(lengths, 0.99)),
-        prompt_tokens_max=int(lengths.max()),
-        histogram=[(low, high, round(count * scale)) for low, high, count in histogram(lengths)],
+        prompt_tokens_min=low,
+        prompt_tokens_median=median,
+        prompt_tokens_p99=p99,
+        prompt_tokens_max=high,
+        histogram=[(first, last, round(count * scale)) for first, last, count in histogram(lengths)],
         overlong=round(counts.overlong * scale),
         cut_short=round(counts.cut_short * scale),
         skipped=round(counts.skipped * scale),
@@ -137,6 +140,7 @@ class _Counts:
 
     def __init__(self, options: JobOptions, max_model_len: int) -> None:
         self._default = options.sampling.max_tokens
+        self._policy = options.overlong
         self._limit = max_model_len
         self.rows = 0
         self.lengths: list[NDArray[np.int64]] = []
@@ -155,10 +159,13 @@ class _Counts:
         self.cut_short += int(np.count_nonzero(room < wanted))
         known = [length for length in work.outcomes.prompt_tokens if length]
         self.lengths.append(np.concatenate([lengths, np.array(known, np.int64)]))
-        self.overlong += sum(length >= self._limit for length in known)
         for code in work.outcomes.codes:
-            if code is None:
+            overlong = code == "prompt_too_long"
+            self.overlong += overlong
+            if code is None or (overlong and self._policy == "skip"):
                 self.skipped += 1
+            elif overlong and self._policy != "error":  # truncated, with room for the answer
+                self.completion += self._default
             else:
                 self.errors[code] += 1
 
