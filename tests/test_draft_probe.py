@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from specbatch import _core
+from specbatch.control import controller
 from specbatch.control.controller import Controller, ControllerOptions
+from specbatch.control.correction import CostCorrection
 from specbatch.control.cost_model import Affine, AffineCost
 from specbatch.control.records import METHOD_DRAFT, METHOD_DRAFT_SHADOW, AcceptanceSample, Decision, Observation
 from specbatch.engine.engine import Engine
@@ -172,8 +174,14 @@ def test_rows_with_penalties_are_passed_over(tiny_target: Path) -> None:
     assert all(s.accepted == s.offered for s in policy.samples)
 
 
-def test_a_draft_that_became_good_is_found_without_running_it(tiny_target: Path) -> None:
+def test_a_draft_that_became_good_is_found_without_running_it(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What earlier runs learned says that the draft is hopeless; passes over AR's own tokens say otherwise."""
+    # This machine's clock is to have no say: the draft is the target itself, and steps are far shorter than assumed.
+    monkeypatch.setattr(CostCorrection, "observe", lambda *_, **__: None)
+    monkeypatch.setattr(controller, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(controller, "CALM_SECONDS", 0.0)
     hopeless = {str(METHOD_DRAFT): {"rounds": 4e4, "proposed": 4e4, "offered": [4e4, 400.0], "accepted": [400.0, 4.0]}}
     cost = AffineCost(Affine(1e-2, 1e-6, 1e-9), Affine(1e-3, 1e-6, 1e-9))
     answers, decisions = [], []
