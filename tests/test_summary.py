@@ -46,6 +46,10 @@ def test_the_final_line_says_what_happened_and_fits_a_mail() -> None:
     stopped = final_line(a_result(exit_code=143, reason="SIGTERM", rows_done=600, acceptance_rate=None))
     assert stopped.endswith("run it again to continue [exit 143]")
     assert "acceptance" not in stopped
+    unreadable = a_result(exit_code=2, reason="unreadable input", rows_done=600, failed_shards={3: "corrupt"})
+    assert final_line(unreadable).endswith("1 shard left out, see the warnings [exit 2]")
+    both = final_line(a_result(exit_code=143, reason="SIGTERM", failed_shards={3: "corrupt", 4: "corrupt"}))
+    assert both.endswith("2 shards left out, see the warnings, run it again to continue [exit 143]")
     for text in (line, stopped, final_line(changed)):
         assert text.isascii()
         assert "\n" not in text

@@ -41,12 +41,12 @@ def final_line(result: JobResult) -> str:
     if result.preemptions:
         parts.append(f"{format_count(result.preemptions)} preemptions")
     parts.append(format_duration(result.wall_seconds))
-    if result.exit_code == ExitCode.ERROR_BUDGET:
-        parts.append("the column error says why; go on with a higher budget or --retry-failed")
-    elif result.failed_shards:
+    if result.failed_shards:
         count = len(result.failed_shards)
         parts.append(f"{count} {'shard' if count == 1 else 'shards'} left out, see the warnings")
-    elif result.exit_code not in COMPLETE:
+    if result.exit_code == ExitCode.ERROR_BUDGET:
+        parts.append("the column error says why; go on with a higher budget or --retry-failed")
+    elif result.exit_code not in (*COMPLETE, ExitCode.USAGE):
         parts.append("run it again to continue")
     return ", ".join(parts) + f" [exit {result.exit_code}]"
 
