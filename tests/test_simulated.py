@@ -230,3 +230,14 @@ def test_a_batch_that_swings_around_the_crossover_does_not_make_it_flap() -> Non
     assert len(switches) <= swings
     assert all(s.reason for s in switches)
     assert found.score >= 0.97
+
+
+def test_a_small_model_on_a_cpu_where_every_token_counts() -> None:
+    """8 rows, a step that grows with its tokens: AR is best by a little, and luck among few rows must not hide it."""
+    cost = AffineCost(Affine(4.5e-4, 7.5e-5, 1e-9), Affine(9e-5, 2e-5, 1e-9), "a small pair on a CPU")
+    work = workload(256, accept=constant(0.87), prompt=60, output=52, persistence=0.2)
+    found = run_race(work, 76_800, (1, 2, 4), device=SimDevice(cost), draft_tokens_a_page=96, max_num_seqs=8)
+    assert found.score >= 0.97
+    weighed = [c for d in found.auto.decisions for s in d.shards for c in s.candidates]
+    assert weighed
+    assert all(1.0 <= c.tokens_per_row <= c.k + 1 for c in weighed)

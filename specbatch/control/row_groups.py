@@ -138,7 +138,9 @@ class RowMix:
         if parts is None:
             parts = self._known[k, reference, drafting] = self._parts(k, reference, drafting)
         here, everyone, seen = parts
-        return 1.0 / (((1.0 - future) * here + future * everyone) * seen)
+        # Never above 1: that the running rows are slower than most is luck more often than not, when they are few, and
+        # a batch that has drifted to the slow ones is what a long run has anyway.
+        return min(1.0 / (((1.0 - future) * here + future * everyone) * seen), 1.0)
 
     def _parts(self, k: int, reference: int, drafting: bool) -> tuple[float, float, float]:
         """Steps a token of running rows and of all, and the E_k that the counts show."""
