@@ -25,6 +25,7 @@ from specbatch.control.records import (
     AcceptanceSample,
     Decision,
     Observation,
+    RowGroup,
     ShardRows,
     StepTimer,
 )
@@ -423,3 +424,15 @@ def test_luck_is_not_taken_for_a_difference_between_rows() -> None:
     assert 0.96 < mix.correction(3, 3, True, 1.0) <= 1.0
     tally.reset(rows[:150])
     assert sum(g.rows for g in tally.groups(rows, finished=True)) == 150
+
+
+def test_a_few_slow_rows_do_not_promise_fast_ones_to_come() -> None:
+    """Eight rows that accept little now, many that accepted much before: what is counted now is not raised for that."""
+    mix = RowMix()
+    slow = RowGroup(finished=False, rows=8, rounds=80, drafted=320, accepted=40)
+    fast = RowGroup(finished=True, rows=100, rounds=1000, drafted=4000, accepted=3000)
+    mix.add([slow, fast], running=8)
+    here, everyone, seen = mix._parts(4, 4, True)
+    assert 1.0 / (everyone * seen) > 1.3  # what it would be raised by
+    assert mix.correction(4, 4, True, 0.9) == 1.0
+    assert 1.0 / (here * seen) <= 1.0
