@@ -53,6 +53,10 @@ class TestExpansion:
         assert [spec.path.name for spec in expand_inputs([str(tmp_path)], tmp_path / "tuesday")] == ["a.parquet"]
         given = expand_inputs([str(tmp_path / "monday")], tmp_path / "tuesday")
         assert [spec.path.name for spec in given] == ["part-00000.parquet"]
+        (tmp_path / "a.parquet").unlink()
+        with pytest.raises(InputMissing, match="no input") as caught:
+            expand_inputs([str(tmp_path)], tmp_path / "tuesday")
+        assert "outputs of other runs" in str(caught.value.hint)
 
     def test_a_name_that_is_no_text(self, tmp_path: Path) -> None:
         write(tmp_path / "a.parquet", {"prompt": ["a"]}).rename(tmp_path / "\udcff.parquet")

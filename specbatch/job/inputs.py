@@ -45,7 +45,11 @@ def expand_inputs(patterns: Sequence[str], output: Path) -> list[InputSpec]:
     for pattern in patterns:
         specs = list(_expand(pattern, output.resolve()))
         if not specs:
-            raise InputMissing(f"no input: {pattern} matches no Parquet or JSON-lines file")
+            hint = (
+                "outputs of other runs, and names that begin with _ or ., are read only when they are given themselves"
+            )
+            message = f"no input: {pattern} matches no Parquet or JSON-lines file"
+            raise InputMissing(message, hint=hint if Path(pattern).is_dir() else None)
         found.extend(specs)
     seen: dict[Path, Path] = {}
     for spec in found:
