@@ -108,7 +108,7 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     block_size = options.block_size or 16
     layout = plan_pages(_kv_shape(target, name), _kv_shape(draft, name) if draft else None, block_size)
     max_num_seqs = options.max_num_seqs or (256 if device.type == "cuda" else 64)
-    max_num_batched_tokens = options.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
+    max_num_batched_tokens = options.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
 
     itemsize = dtype.itemsize
     weight_bytes = target.parameter_bytes(itemsize) + (draft.parameter_bytes(itemsize) if draft else 0)

@@ -30,6 +30,17 @@ const LINE_STRIDE: usize = GROUP * 64;
 /// Columns of the scratch: four panels.
 const WIDE: usize = GROUP * COLUMNS;
 
+/// Rows of a tile of sums.
+const ROWS: usize = 32;
+/// What of the first cache a block of rows may take.
+const FIRST_CACHE: usize = 40 << 10;
+
+/// Whether a block of rows fits the first cache: then it stays there while a chunk's panels stream past it out of the
+/// second, else a group of panels stays while the rows do.
+pub(crate) fn rows_first(k_padded: usize) -> bool {
+    ROWS * k_padded * 2 <= FIRST_CACHE
+}
+
 #[repr(C, align(64))]
 struct Scratch([f32; 32 * WIDE]);
 
@@ -40,35 +51,46 @@ pub(crate) unsafe fn block(product: &Product<'_>, block: Block) {
     let Rows::Bf16 { at: x, stride } = product.input else { unreachable!("AMX takes bfloat16") };
     let steps = product.weight.k_padded / K_STEP;
     let mut scratch = Scratch([0.0; 32 * WIDE]);
-    let out = scratch.0.as_mut_ptr();
     let last_row = block.row + block.rows;
     let end = block.panel + block.panels;
-    // SAFETY: rows are readable up to whole tiles (`Rows`), panels are whole, the scratch holds 32 x 4 panels.
+    let mut tile = |row: usize, strip: usize| {
+        let (rows, panels) = (ROWS.min(last_row - row), GROUP.min(end - strip));
+        let mut panel = 0;
+        // SAFETY: rows are readable up to whole tiles (`Rows`), panels are whole, the scratch holds 32 x 4 panels; tiles
+        // are configured below.
+        unsafe {
+            let (x, out) = (x.add(row * stride), scratch.0.as_mut_ptr());
+            while panel < panels {
+                let w = product.weight.panel(strip + panel);
+                let out = out.add(panel * COLUMNS);
+                if rows <= 16 && panels - panel == GROUP {
+                    one_by_four(x, stride, w, steps, out);
+                    panel += GROUP;
+                } else if panels - panel >= 2 {
+                    two_by_two(x, stride, w, steps, out);
+                    panel += 2;
+                } else {
+                    two_by_one(x, stride, w, steps, out);
+                    panel += 1;
+                }
+            }
+            finish(product, product.tile(row, rows, strip, panels), &scratch.0, WIDE);
+        }
+    };
+    // SAFETY: the process may use AMX.
     unsafe {
         asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly));
-        for strip in (block.panel..end).step_by(4) {
-            let panels = 4.min(end - strip);
-            let mut row = block.row;
-            while row < last_row {
-                let rows = 32.min(last_row - row);
-                let x = x.add(row * stride);
-                let mut panel = 0;
-                while panel < panels {
-                    let w = product.weight.panel(strip + panel);
-                    let out = out.add(panel * COLUMNS);
-                    if rows <= 16 && panels - panel == 4 {
-                        one_by_four(x, stride, w, steps, out);
-                        panel += 4;
-                    } else if panels - panel >= 2 {
-                        two_by_two(x, stride, w, steps, out);
-                        panel += 2;
-                    } else {
-                        two_by_one(x, stride, w, steps, out);
-                        panel += 1;
-                    }
+        if rows_first(product.weight.k_padded) {
+            for row in (block.row..last_row).step_by(ROWS) {
+                for strip in (block.panel..end).step_by(GROUP) {
+                    tile(row, strip);
                 }
-                finish(product, product.tile(row, rows, strip, panels), &scratch.0, WIDE);
-                row += rows;
+            }
+        } else {
+            for strip in (block.panel..end).step_by(GROUP) {
+                for row in (block.row..last_row).step_by(ROWS) {
+                    tile(row, strip);
+                }
             }
         }
         asm!("tilerelease", options(nostack, nomem));
@@ -114,29 +136,13 @@ unsafe fn two_by_two(x: *const u16, stride: usize, w: *const Line, steps: usize,
             "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
             "2:",
             "tileloadd tmm4, [{x} + {xs}]",
-            "tileloadd tmm6, [{w} + {ws}]",
+            "tileloaddt1 tmm6, [{w} + {ws}]",
             "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{w} + {ws} + 64]",
+            "tileloaddt1 tmm7, [{w} + {ws} + 64]",
             "tdpbf16ps tmm1, tmm4, tmm7",
             "tileloadd tmm5, [{y} + {xs}]",
             "tdpbf16ps tmm2, tmm5, tmm6",
             "tdpbf16ps tmm3, tmm5, tmm7",
-            "prefetcht0 [{w} + 4096]", "prefetcht0 [{w} + 4160]",
-            "prefetcht0 [{w} + 4352]", "prefetcht0 [{w} + 4416]",
-            "prefetcht0 [{w} + 4608]", "prefetcht0 [{w} + 4672]",
-            "prefetcht0 [{w} + 4864]", "prefetcht0 [{w} + 4928]",
-            "prefetcht0 [{w} + 5120]", "prefetcht0 [{w} + 5184]",
-            "prefetcht0 [{w} + 5376]", "prefetcht0 [{w} + 5440]",
-            "prefetcht0 [{w} + 5632]", "prefetcht0 [{w} + 5696]",
-            "prefetcht0 [{w} + 5888]", "prefetcht0 [{w} + 5952]",
-            "prefetcht0 [{w} + 6144]", "prefetcht0 [{w} + 6208]",
-            "prefetcht0 [{w} + 6400]", "prefetcht0 [{w} + 6464]",
-            "prefetcht0 [{w} + 6656]", "prefetcht0 [{w} + 6720]",
-            "prefetcht0 [{w} + 6912]", "prefetcht0 [{w} + 6976]",
-            "prefetcht0 [{w} + 7168]", "prefetcht0 [{w} + 7232]",
-            "prefetcht0 [{w} + 7424]", "prefetcht0 [{w} + 7488]",
-            "prefetcht0 [{w} + 7680]", "prefetcht0 [{w} + 7744]",
-            "prefetcht0 [{w} + 7936]", "prefetcht0 [{w} + 8000]",
             "add {x}, 64", "add {y}, 64", "add {w}, 4096",
             "dec {n}", "jnz 2b",
             "tilestored [{out} + {os}], tmm0",

@@ -136,9 +136,8 @@ pub struct Block {
     pub panels: usize,
 }
 
-/// Bytes of activations in one chunk: what stays in the second cache while the chunk's panels go by. More rows mean that
-/// weights come from memory fewer times.
-const CHUNK_BYTES: usize = 1 << 20;
+/// What should stay in the second cache.
+const CHUNK_BYTES: usize = 3 << 18;
 
 impl Product<'_> {
     /// Compute it on the team.
@@ -148,15 +147,24 @@ impl Product<'_> {
     /// the processor has the kernel's instructions.
     pub unsafe fn run(&self, kernel: Kernel, team: &Team) {
         let panels = self.weight.num_panels();
-        let row_bytes = self.weight.k_padded * if kernel.takes_half() { 2 } else { 4 };
-        let parts = (self.rows * row_bytes).div_ceil(CHUNK_BYTES).max(1);
-        let rows_a_part = self.rows.div_ceil(parts).next_multiple_of(32);
+        // Chunks small enough to share out, large enough to be worth claiming, in whole groups of panels. What a chunk goes
+        // through again and again should stay in the second cache: its weights or its activations.
+        let bytes_a_panel = (self.weight.steps() * 64).max(1);
+        let least = (1 << 16) / bytes_a_panel;
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        let rows_first = kernel == Kernel::Amx && crate::amx::rows_first(self.weight.k_padded);
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        let rows_first = false;
+        let (rows_a_part, most) = if rows_first {
+            (self.rows.max(1), CHUNK_BYTES / bytes_a_panel)
+        } else {
+            let row_bytes = self.weight.k_padded * if kernel.takes_half() { 2 } else { 4 };
+            let parts = (self.rows * row_bytes).div_ceil(CHUNK_BYTES).max(1);
+            (self.rows.div_ceil(parts).next_multiple_of(32), 64)
+        };
         let parts = self.rows.div_ceil(rows_a_part);
-        // Chunks small enough to share out, large enough to be worth claiming, in whole groups of panels.
-        let bytes_a_panel = self.weight.steps() * 64;
-        let least = (1 << 16) / bytes_a_panel.max(1);
         let wanted = (panels * parts).div_ceil(team.size() * 6);
-        let width = wanted.max(least).clamp(GROUP, 64).next_multiple_of(GROUP);
+        let width = wanted.max(least).clamp(GROUP, most.max(GROUP)).next_multiple_of(GROUP);
         let across = panels.div_ceil(width);
         team.run(parts * across, &|chunk| {
             let (part, strip) = (chunk / across, chunk % across);
