@@ -120,7 +120,7 @@ fn best(sums: &[f32], bias: Option<&[f32]>, first: usize, columns: usize) -> Bes
         return Best { value: f32::NAN, column: first as u32 };
     }
     let value = lanes.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
-    let at = values.iter().position(|&v| v == value).unwrap_or(0);
+    let at = values.iter().position(|&v| v >= value).unwrap_or(0);
     Best { value, column: (first + at) as u32 }
 }
 
