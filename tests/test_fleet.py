@@ -269,7 +269,7 @@ def test_an_engine_says_when_its_device_is_gone(tiny_target: Path, monkeypatch: 
     """Whether it is, the device is asked: another error leaves the engine usable."""
     engine = make_engine(tiny_target)
     add(engine, [[1, 2, 3]])
-    monkeypatch.setattr(type(engine.parts.runner), "forward", broken_forward)
+    monkeypatch.setattr("specbatch.engine.eager.EagerSteps.prefill", broken_forward)
     with pytest.raises(RuntimeError, match="an illegal address") as usual:
         engine.step()
     assert not isinstance(usual.value, DeviceLost)
