@@ -134,6 +134,8 @@ def test_b13_an_exception_leaves_the_step_undone(
         "target": (engine.parts.runner, "forward"),
         "verify": (engine._eager, "_verify"),
     }[where]
+    # Rows that a fast path chooses without logits would not come by here.
+    monkeypatch.setattr(type(engine.parts.runner), "can_choose", False)
     with monkeypatch.context() as patch:
 
         def broken(*args: object, **kwargs: object) -> None:
@@ -164,6 +166,7 @@ def test_a_row_without_finite_logits_fails_alone(tiny_target: Path, monkeypatch:
         logits[1] = float("nan")
         return logits
 
+    monkeypatch.setattr(type(engine.parts.runner), "can_choose", False)
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.parts.runner), "forward", poisoned)
         engine.step()
