@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+from specbatch import __version__
 from specbatch.control.controller import Controller, ControllerOptions, FixedPolicy, Policy
 from specbatch.control.cost_model import AffineCost, CostCache, StepCost, roofline
 from specbatch.control.profiler import profile
@@ -115,6 +116,8 @@ def cost_key(parts: EngineParts) -> dict[str, str]:
         "threads": "" if cuda else str(plan.threads),
         "dtype": str(plan.dtype),
         "attention": parts.attention,
+        "compute": parts.compute,
+        "specbatch": __version__,
         "target": _shape_key(plan.target),
         "draft": _shape_key(plan.draft) if plan.draft else "",
         "rows": str(plan.max_num_seqs),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteArray2};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use specbatch_cpu_kernels::attention::Rows;
 use specbatch_cpu_kernels::decoder::{Angles, Decoder, Head, Layer, Shape, Step};
@@ -69,14 +69,15 @@ fn pack(py: Python<'_>, parts: &[Matrix<'_>], kernel: Kernel, interleave: bool) 
     if !wide.is_empty() && !half.is_empty() {
         return Err(PyTypeError::new_err("weights of one input must have one dtype"));
     }
-    Ok(py.detach(|| {
+    py.detach(|| {
         if wide.is_empty() {
             Packed::new(&half, k, true, interleave)
         } else {
             let exact = kernel.takes_half() || wide.iter().all(|w| all_half(w));
             Packed::new(&wide, k, exact, interleave)
         }
-    }))
+    })
+    .map_err(PyMemoryError::new_err)
 }
 
 fn numbers(array: Option<&PyReadonlyArray1<'_, f32>>, name: &str) -> PyResult<Option<Vec<f32>>> {

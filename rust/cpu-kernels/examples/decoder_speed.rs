@@ -15,7 +15,7 @@ fn weight(columns: &[usize], k: usize, half: bool) -> Packed {
     let parts: Vec<Vec<f32>> =
         columns.iter().map(|&c| (0..c * k).map(|i| (i * 7919 % 201) as f32 / 1000.0 - 0.1).collect()).collect();
     let parts: Vec<&[f32]> = parts.iter().map(Vec::as_slice).collect();
-    Packed::new(&parts, k, half, columns.len() == 2)
+    Packed::new(&parts, k, half, columns.len() == 2).expect("memory")
 }
 
 fn measure<E: Stored>(decoder: &mut Decoder, team: &Team, name: &str, rows: usize, context: usize, queries: usize) {

@@ -22,7 +22,8 @@ fn main() {
                 // As many copies as make more than the caches hold, as the layers of a model do.
                 let copies = if columns > 10_000 { 2 } else { 30 };
                 let values = vec![0.5f32; columns * k];
-                let weights: Vec<_> = (0..copies).map(|_| Packed::new(&[&values[..]], k, stored_half, false)).collect();
+                let weights: Vec<_> =
+                    (0..copies).map(|_| Packed::new(&[&values[..]], k, stored_half, false).expect("memory")).collect();
                 print!("{kernel:?} half={stored_half} {name:8}");
                 for rows in [1usize, 4, 8, 16, 64, 1024] {
                     if rows == 1024 && columns > 10_000 {

@@ -263,7 +263,7 @@ fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
     if ok { Ok(()) } else { Err(message()) }
 }
 
-fn check(
+pub(crate) fn check(
     query: &[f32],
     heads: usize,
     storage: usize,

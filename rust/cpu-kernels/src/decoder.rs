@@ -7,7 +7,7 @@
 
 use std::time::Instant;
 
-use crate::attention::{Options, Prepared, Rows as StepRows, Stored, Tasks};
+use crate::attention::{self, Options, Prepared, Rows as StepRows, Stored, Tasks};
 use crate::packed::{GROUP, Packed, padded};
 use crate::pages::{Element, LayerPages};
 use crate::product::{Activation, Best, Kernel, Output, Product, Rows};
@@ -136,8 +136,11 @@ fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
 }
 
 impl Decoder {
+    /// # Panics
+    /// When this processor does not have the kernel's instructions.
     #[must_use]
     pub fn new(shape: Shape, kernel: Kernel) -> Self {
+        assert!(Kernel::available().contains(&kernel), "{kernel:?} does not run here");
         let half = kernel.takes_half();
         let width = shape.heads * shape.head_dim;
         Self {
@@ -203,6 +206,10 @@ impl Decoder {
         ] {
             need(norm.is_none_or(|n| n.len() == size), || format!("{name} must hold {size} numbers"))?;
         }
+        let normed = layer.query_norm.is_some() || layer.key_norm.is_some();
+        need(!normed || s.head_dim <= token_ops::MAX_HEAD, || {
+            format!("heads of {} numbers are not normed, at most {}", s.head_dim, token_ops::MAX_HEAD)
+        })?;
         self.layers.push(layer);
         Ok(())
     }
@@ -250,9 +257,13 @@ impl Decoder {
         let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let all = width + 2 * kv_width;
         self.fit(tokens, width, all);
+        if let Some(pages) = step.pages.iter().min_by_key(|p| p.pages_within(step.storage.len())) {
+            let options = Options { scale: shape.scale, window: None, softcap: None, sinks: None };
+            let (query, out) = (&self.query[..], &self.attention[..]);
+            attention::check(query, shape.heads, step.storage.len(), pages, &step.rows, &options, out)?;
+        }
         let rotary = Rotary { angles: &self.angles, positions: step.positions };
         let kernel = self.kernel;
-        let out = Output::Add { at: hidden.as_mut_ptr(), stride: shape.hidden };
         let seconds = &mut self.seconds;
         let mut since = Instant::now();
         let mut lap = |part: usize| {
@@ -285,7 +296,8 @@ impl Decoder {
             lap(3);
             token_ops::convert(team, &self.attention, width, tokens, self.attended.sink());
             lap(4);
-            let product = Product { weight: &layer.output, input: self.attended.rows(), rows: tokens, output: out };
+            let output = Output::Add { at: hidden.as_mut_ptr(), stride: shape.hidden };
+            let product = Product { weight: &layer.output, input: self.attended.rows(), rows: tokens, output };
             // SAFETY: as above; `hidden` has [tokens, hidden].
             unsafe { product.run(kernel, team) };
             lap(5);
@@ -296,7 +308,8 @@ impl Decoder {
             // SAFETY: as above.
             unsafe { product.run(kernel, team) };
             lap(7);
-            let product = Product { weight: &layer.down, input: self.gated.rows(), rows: tokens, output: out };
+            let output = Output::Add { at: hidden.as_mut_ptr(), stride: shape.hidden };
+            let product = Product { weight: &layer.down, input: self.gated.rows(), rows: tokens, output };
             // SAFETY: as above.
             unsafe { product.run(kernel, team) };
             lap(8);

@@ -18,7 +18,8 @@ pub(crate) struct Tile {
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let x = x.clamp(-87.0, 88.0);
-    let n = (x * std::f32::consts::LOG2_E + 12_582_912.0) - 12_582_912.0; // rounds to a whole number
+    let shifted = x * std::f32::consts::LOG2_E + 12_582_912.0; // the whole number is in its last bits
+    let n = shifted - 12_582_912.0;
     let r = n.mul_add(-0.693_359_4, x);
     let r = n.mul_add(2.121_944_4e-4, r);
     let mut p = 1.987_569_1e-4_f32;
@@ -26,9 +27,8 @@ pub fn exp(x: f32) -> f32 {
         p = p.mul_add(r, c);
     }
     let p = (p * r).mul_add(r, r + 1.0);
-    // SAFETY: n is within -126..=127.
-    let n = unsafe { n.to_int_unchecked::<i32>() };
-    p * f32::from_bits(((n + 127) << 23) as u32)
+    // NaN has passed the clamp: then these bits are any, and p is NaN.
+    p * f32::from_bits(shifted.to_bits().wrapping_sub(0x4B40_0000 - 127) << 23)
 }
 
 #[inline(always)]

@@ -1,9 +1,9 @@
 //! Memory for packed weights: cache lines handed out of large blocks on huge pages. Weights are read from front to back
 //! once a step, and with small pages the prefetchers stop every 4 kB.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc};
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::packed::Line;
 
@@ -21,17 +21,21 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    fn new(bytes: usize) -> Self {
-        let layout = Layout::from_size_align(bytes.next_multiple_of(HUGE), HUGE).expect("less than the address space");
+    fn new(bytes: usize) -> Result<Self, String> {
+        let refused = || format!("no memory for {bytes} bytes of packed weights");
+        let layout = Layout::from_size_align(bytes.next_multiple_of(HUGE), HUGE).map_err(|_| refused())?;
         // SAFETY: the size is not zero.
         #[allow(clippy::cast_ptr_alignment)] // to two megabytes
-        let at = unsafe { alloc_zeroed(layout) }.cast::<Line>();
+        let at = unsafe { alloc(layout) }.cast::<Line>();
         if at.is_null() {
-            handle_alloc_error(layout);
+            return Err(refused());
         }
+        // NOTE: before anything is written: a page that was touched stays small.
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         crate::simd::want_huge_pages(at.cast(), layout.size());
-        Self { at, layout }
+        // SAFETY: the memory is ours and of this size.
+        unsafe { at.cast::<u8>().write_bytes(0, layout.size()) };
+        Ok(Self { at, layout })
     }
 }
 
@@ -51,22 +55,24 @@ pub struct Lines {
 
 impl Lines {
     /// Zeroed lines.
-    #[must_use]
-    pub fn zeros(len: usize) -> Self {
-        /// The block that is being filled, and how many of its lines are taken.
-        static OPEN: Mutex<Option<(Arc<Block>, usize)>> = Mutex::new(None);
+    ///
+    /// # Errors
+    /// A message when there is no memory for them.
+    pub fn zeros(len: usize) -> Result<Self, String> {
+        /// The block that is being filled, while any of its matrices lives, and how many of its lines are taken.
+        static OPEN: Mutex<(Weak<Block>, usize)> = Mutex::new((Weak::new(), 0));
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        // Nobody else has a closed model's block: take a fresh one rather than keep that one alive.
-        let fits = open.as_ref().is_some_and(|(block, used)| {
-            Arc::strong_count(block) > 1 && (used + len) * size_of::<Line>() <= block.layout.size()
-        });
-        if !fits {
-            *open = Some((Arc::new(Block::new(BLOCK_BYTES.max(len * size_of::<Line>()))), 0));
-        }
-        let (block, used) = open.as_mut().expect("just made");
-        let lines = Self { block: Arc::clone(block), start: *used, len };
-        *used += len;
-        lines
+        let fits = |block: &Arc<Block>| (open.1 + len) * size_of::<Line>() <= block.layout.size();
+        let block = if let Some(block) = open.0.upgrade().filter(fits) {
+            block
+        } else {
+            let block = Arc::new(Block::new(BLOCK_BYTES.max(len * size_of::<Line>()))?);
+            *open = (Arc::downgrade(&block), 0);
+            block
+        };
+        let start = open.1;
+        open.1 += len;
+        Ok(Self { block, start, len })
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [Line] {
@@ -90,7 +96,7 @@ mod tests {
 
     #[test]
     fn matrices_do_not_overlap_and_come_zeroed() {
-        let mut all: Vec<Lines> = [1, 100, 40_000, 600_000, 7].into_iter().map(Lines::zeros).collect();
+        let mut all: Vec<Lines> = [1, 100, 40_000, 600_000, 7].into_iter().map(|n| Lines::zeros(n).unwrap()).collect();
         for (i, lines) in all.iter_mut().enumerate() {
             assert!(lines.iter().all(|l| l.0 == [0; 16]));
             lines.as_mut_slice().fill(Line([i as u32; 16]));
@@ -103,7 +109,7 @@ mod tests {
     #[test]
     fn dropped_matrices_leave_nothing_behind_for_later_ones() {
         for _ in 0..3 {
-            let mut lines = Lines::zeros(1000);
+            let mut lines = Lines::zeros(1000).unwrap();
             assert!(lines.iter().all(|l| l.0 == [0; 16]));
             lines.as_mut_slice().fill(Line([9; 16]));
         }

@@ -46,15 +46,17 @@ impl Packed {
     /// Pack rows of `weight` [columns, k] in the order that `row_of` gives them. With `half` they are stored in bfloat16,
     /// rounded to nearest even where they are not bfloat16 already.
     ///
+    /// # Errors
+    /// A message when there is no memory.
+    ///
     /// # Panics
     /// When the sizes do not fit.
-    #[must_use]
-    pub fn new<E: Element>(parts: &[&[E]], k: usize, half: bool, interleave: bool) -> Self {
+    pub fn new<E: Element>(parts: &[&[E]], k: usize, half: bool, interleave: bool) -> Result<Self, String> {
         assert!(k > 0 && parts.iter().all(|p| p.len().is_multiple_of(k)), "weights must be [columns, {k}]");
         let rows: Vec<&[E]> = order(parts, k, interleave);
         let (columns, k_padded) = (rows.len(), padded(k));
         let lines_a_group = GROUP * if half { k_padded / 2 } else { k_padded };
-        let mut lines = Lines::zeros(columns.div_ceil(GROUP * COLUMNS) * lines_a_group);
+        let mut lines = Lines::zeros(columns.div_ceil(GROUP * COLUMNS) * lines_a_group)?;
         for (group, rows) in lines.as_mut_slice().chunks_exact_mut(lines_a_group).zip(rows.chunks(GROUP * COLUMNS)) {
             for (column, row) in rows.iter().enumerate() {
                 let (panel, column) = (column / COLUMNS, column % COLUMNS);
@@ -70,7 +72,7 @@ impl Packed {
             }
         }
         let panels = if half { Panels::Bf16(lines) } else { Panels::F32(lines) };
-        Self { columns, k, k_padded, panels, bias: None }
+        Ok(Self { columns, k, k_padded, panels, bias: None })
     }
 
     /// # Panics

@@ -49,13 +49,15 @@ impl LayerPages {
     /// Elements from one token to the next within a page.
     #[must_use]
     pub fn token_stride(&self) -> usize {
-        self.kv_heads * self.head_dim
+        self.kv_heads.saturating_mul(self.head_dim)
     }
 
     /// How many pages of this layer lie within `len` elements.
     #[must_use]
     pub fn pages_within(&self, len: usize) -> usize {
-        let used = self.key_offset.max(self.value_offset) + self.block_size * self.token_stride();
+        let used = (self.block_size.checked_mul(self.token_stride()))
+            .and_then(|size| size.checked_add(self.key_offset.max(self.value_offset)))
+            .unwrap_or(usize::MAX);
         if self.block_size == 0 || self.page_stride == 0 || used > self.page_stride || used > len {
             return 0;
         }

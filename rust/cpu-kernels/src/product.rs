@@ -147,6 +147,9 @@ impl Product<'_> {
     /// the processor has the kernel's instructions.
     pub unsafe fn run(&self, kernel: Kernel, team: &Team) {
         let panels = self.weight.num_panels();
+        if self.rows == 0 || panels == 0 {
+            return;
+        }
         // Chunks small enough to share out, large enough to be worth claiming, in whole groups of panels. What a chunk goes
         // through again and again should stay in the second cache: its weights or its activations.
         let bytes_a_panel = (self.weight.steps() * 64).max(1);

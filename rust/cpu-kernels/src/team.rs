@@ -92,8 +92,9 @@ impl Team {
             spins += 1;
             if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
+        let panicked = shared.panicked.swap(false, Ordering::Relaxed);
         drop(leader);
-        if shared.panicked.swap(false, Ordering::Relaxed) {
+        if panicked {
             resume_unwind(Box::new("a chunk of a parallel loop panicked"));
         }
     }

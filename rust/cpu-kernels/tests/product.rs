@@ -80,7 +80,7 @@ proptest! {
         let (team, input) = (Team::new(size), Input::new(&x, rows, k));
         let expected = expected(&x, &w, rows, columns, k);
         for (kernel, stored_half) in kernels() {
-            let weight = Packed::new(&[&w[..]], k, stored_half, false);
+            let weight = Packed::new(&[&w[..]], k, stored_half, false).expect("memory");
             let got = multiply(kernel, &weight, &input, rows, &team);
             for (i, (g, e)) in got.iter().zip(&expected).enumerate() {
                 prop_assert!((f64::from(*g) - e).abs() < 1e-4 * (k as f64).sqrt(), "{kernel:?} {stored_half} at {i}: {g} not {e}");
@@ -93,7 +93,7 @@ proptest! {
         let (x, w) = (numbers(seed, rows * k), numbers(!seed, columns * k));
         let team = Team::new(2);
         for (kernel, stored_half) in kernels() {
-            let weight = Packed::new(&[&w[..]], k, stored_half, false);
+            let weight = Packed::new(&[&w[..]], k, stored_half, false).expect("memory");
             let together = multiply(kernel, &weight, &Input::new(&x, rows, k), rows, &team);
             for row in [0, rows / 2, rows - 1] {
                 let alone = multiply(kernel, &weight, &Input::new(&x[row * k..][..k], 1, k), 1, &team);
@@ -107,7 +107,7 @@ proptest! {
         let (x, w) = (numbers(seed, rows * k), numbers(!seed, columns * k));
         let (team, input) = (Team::new(1), Input::new(&x, rows, k));
         for kernel in Kernel::available().into_iter().filter(|k| !k.takes_half()) {
-            let [wide, half] = [false, true].map(|h| multiply(kernel, &Packed::new(&[&w[..]], k, h, false), &input, rows, &team));
+            let [wide, half] = [false, true].map(|h| multiply(kernel, &Packed::new(&[&w[..]], k, h, false).expect("memory"), &input, rows, &team));
             prop_assert_eq!(wide, half);
         }
     }
@@ -121,7 +121,7 @@ proptest! {
         let (g, u) = (expected(&x, &gate, rows, columns, k), expected(&x, &up, rows, columns, k));
         let activation = if gelu { Activation::GeluTanh } else { Activation::Silu };
         for (kernel, stored_half) in kernels() {
-            let weight = Packed::new(&[&gate[..], &up[..]], k, stored_half, true).with_bias(bias.clone());
+            let weight = Packed::new(&[&gate[..], &up[..]], k, stored_half, true).expect("memory").with_bias(bias.clone());
             let mut out = vec![0.0f32; rows * columns];
             let mut out_half = vec![0u16; rows * columns];
             let wide = Output::Gated { at: out.as_mut_ptr(), stride: columns, activation };
