@@ -5,7 +5,6 @@ Knows neither where answers are kept nor the output's columns. A slot is row * n
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Final
 
 import numpy as np
@@ -112,12 +111,9 @@ def taken_over(answers: Any, source: int) -> Any:
     return pa.record_batch(columns, schema=answers.schema)
 
 
-def count_errors(answers: Any) -> Counter[str]:
-    """Error codes among answers, and how often."""
-    failed = np.asarray(answers.column("reason")) == ERROR
-    if not failed.any():
-        return Counter()
-    return Counter(answers.column("code").filter(pa.array(failed)).to_pylist())
+def failed(answers: Any) -> NDArray[np.bool_]:
+    """[samples] which answers are errors."""
+    return np.asarray(np.asarray(answers.column("reason")) == ERROR)
 
 
 def in_order(pieces: list[Any], positions: list[NDArray[np.int64]], schema: Any) -> Any:

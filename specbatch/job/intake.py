@@ -28,12 +28,12 @@ class Work:
     """What one slice asks of the engine, and what it settles without one."""
 
     live: LiveShard
+    start: int  # of the slice's rows in the shard
     rows: int  # of the slice
     requests: RequestBatch
     slots: NDArray[np.int64]  # of the requests
     settled: object  # answers (Arrow batch) of rows that ended without an engine
     settled_rows: int
-    taken: int  # rows whose answer is elsewhere
 
 
 class Intake:
@@ -55,18 +55,16 @@ class Intake:
         live.keys[work.rows] = work.keys
         rows = work.rows
         free = ~live.spool.has(rows * self._n) if self._n == 1 else self._any_missing(live, work)
-        taken = 0
         if previous_good is not None:
             window = np.arange(work.start, work.start + work.count)
             good = window[previous_good[window]]
             live.places[good] = place(PREVIOUS, live.shard.index, good)
             free &= ~previous_good[rows]
-            taken += len(good)
         if self._reuse is not None:
-            taken += self._take_over(live, rows, free, self._reuse.find(work.keys))
+            self._take_over(live, rows, free, self._reuse.find(work.keys))
         greedy = work.seeds == GREEDY_SEED
         if self._own is not None:
-            taken += self._deduplicate(live, rows, work.keys, greedy, free, previous_good)
+            self._deduplicate(live, rows, work.keys, greedy, free, previous_good)
         if self._n > 1:  # what an earlier start left in the spool included
             live.single[rows[greedy]] = True
             live.single[work.start + np.array(work.outcomes.rows, np.int64)] = True
@@ -74,12 +72,12 @@ class Intake:
         slots, index = self._missing_slots(live, rows, np.flatnonzero(free))
         return Work(
             live,
+            work.start,
             work.count,
             self._requests(live, work, slots, index),
             slots,
             from_outcomes(live.spool.schema, outcomes, outcome_rows * self._n),
             len(outcome_rows),
-            taken,
         )
 
     def _any_missing(self, live: LiveShard, work: Prepared) -> NDArray[np.bool_]:
@@ -89,11 +87,10 @@ class Intake:
 
     def _take_over(
         self, live: LiveShard, rows: NDArray[np.int64], free: NDArray[np.bool_], found: NDArray[np.int64]
-    ) -> int:
+    ) -> None:
         hit = free & (found != MISSING)
         live.places[rows[hit]] = found[hit]
         free &= ~hit
-        return int(np.count_nonzero(hit))
 
     def _deduplicate(
         self,
@@ -103,7 +100,7 @@ class Intake:
         greedy: NDArray[np.bool_],
         free: NDArray[np.bool_],
         previous_good: NDArray[np.bool_] | None,
-    ) -> int:
+    ) -> None:
         """Give later equal greedy rows the place of the first. A row whose answer is elsewhere owns no key."""
         assert self._own is not None
         may = greedy & (live.places[rows] == MISSING)
@@ -116,7 +113,6 @@ class Intake:
         index = candidates[double]
         live.places[rows[index]] = owners[double]
         free[index] = False
-        return len(index)
 
     def _new_outcomes(
         self, live: LiveShard, work: Prepared, previous_good: NDArray[np.bool_] | None

@@ -5,14 +5,14 @@ Owns the spool and the row's keys. Knows neither engines nor files of the output
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.job.answers import DUPLICATE, REUSED, count_errors, in_order, taken_over
+from specbatch.job.answers import DUPLICATE, REUSED, failed, in_order, taken_over
 from specbatch.job.keys import MISSING, OWN, PREVIOUS, unplace
 from specbatch.job.part_answers import PartAnswers
 from specbatch.job.shards import Shard
@@ -37,12 +37,15 @@ class LiveShard:
         self.recovered = int(np.count_nonzero(spool.answered))
         self.needed = self.recovered  # slots that the spool must hold in the end, as far as rows were prepared
         self.answered = self.recovered  # slots the spool holds
-        self.taken = 0  # rows with a place
         self.began: tuple[float, int] | None = None  # the engine's busy seconds and tokens at the first row given to it
         self.ended: tuple[float, int] | None = None  # and at the last row it finished
-        self.errors: Counter[str] = Counter()
+        self.rows_done = 0  # rows with all their answers; one whose answer is taken from elsewhere from `look` on
+        self.row_errors = 0  # rows done of which a sample failed; what is taken from elsewhere is known at the commit
+        self._done: NDArray[np.bool_] = np.zeros(shard.rows, np.bool_)
+        self._failed: NDArray[np.bool_] = np.zeros(shard.rows * n, np.bool_)  # by slot
         for answers in recovered:
-            self.errors += count_errors(answers)
+            self._failed[answers.column("slot").to_numpy()] = failed(answers)
+        self._count(np.arange(shard.rows))
 
     @property
     def complete(self) -> bool:
@@ -60,14 +63,33 @@ class LiveShard:
             return None
         return (self.ended[1] - self.began[1]) / (self.ended[0] - self.began[0])
 
-    @property
-    def rows_done(self) -> int:
-        return min(self.shard.rows, self.taken + self.answered // self.n)
+    def look(self, first: int, last: int) -> int:
+        """Count rows [first, last), now that their places and `single` are known. Returns how many of them an earlier
+        start had answered and nobody could tell until now."""
+        rows = np.arange(first, last)
+        direct = self.places[first:last] == MISSING
+        self._count(rows[~direct])
+        before = self.rows_done
+        self._count(rows[direct])
+        return self.rows_done - before
 
     def record(self, answers: Any) -> None:
-        """Keep answers of slots that are needed. Raises DiskFull."""
-        self.errors += count_errors(answers)
+        """Keep answers of slots that are needed, of rows that were looked at. Raises DiskFull."""
+        slots = answers.column("slot").to_numpy()
+        self._failed[slots] = failed(answers)
         self.answered += self.spool.append(answers)
+        self._count(np.unique(slots // self.n))
+
+    def _count(self, rows: NDArray[np.int64]) -> None:
+        """Note which of these rows are done."""
+        rows = rows[~self._done[rows]]
+        slots = self.slots(rows)
+        elsewhere = self.places[rows] != MISSING
+        done = elsewhere | self.spool.has(slots).reshape(-1, self.n).all(axis=1)
+        bad = done & ~elsewhere & self._failed[slots].reshape(-1, self.n).any(axis=1)
+        self._done[rows[done]] = True
+        self.rows_done += int(np.count_nonzero(done))
+        self.row_errors += int(np.count_nonzero(bad))
 
     def slots(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the n answers of each row are in the spool [len(rows) * n]."""

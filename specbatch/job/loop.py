@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -42,7 +42,6 @@ class Stop:
 class Tally:
     """Figures of this start."""
 
-    row_errors: Counter[str] = field(default_factory=Counter)  # samples that ended with an error, committed or not
     samples: int = 0  # answered
     first_request: float | None = None
     last_finished: float = 0.0
@@ -81,7 +80,7 @@ class JobLoop:
         self._lives: deque[LiveShard] = deque()  # in input order, not submitted yet
         self._writing: set[int] = set()
         self._rows_before = self._base_rows = progress.rows_done
-        self._errors_before = progress.row_errors
+        self._base_errors = progress.row_errors  # rows, as in _base_rows
         self._recovered = 0  # rows whose answers a killed start left behind
         self._items = 0  # taken from the feeder
         self._closing = False  # stopping, and the feeder's next rows would need the engine
@@ -188,7 +187,7 @@ class JobLoop:
         elif isinstance(item, Work):
             live = item.live
             live.needed += len(item.slots) + item.settled_rows
-            live.taken += item.taken
+            self._recovered += live.look(item.start, item.start + item.rows)
             if item.settled_rows:
                 live.record(item.settled)
             if len(item.slots):
@@ -243,9 +242,9 @@ class JobLoop:
             self._lives.popleft()
             if self.driver is not None:
                 self.driver.close(live)
-            self.tally.row_errors += live.errors
             self.tally.samples += live.answered
             self._base_rows += live.rows_done
+            self._base_errors += live.row_errors
             self._feeder.retire()
 
     def _collect_parts(self) -> None:
@@ -254,6 +253,7 @@ class JobLoop:
             self._writing.discard(live.shard.index)
             if isinstance(result, Committed):
                 entry = result.entry
+                self._base_errors += entry.errors - live.row_errors  # copies of failed rows
                 self.progress.shards_done += 1
                 self.progress.reused += entry.reused
                 self.progress.deduplicated += entry.deduplicated
@@ -262,6 +262,7 @@ class JobLoop:
             else:
                 self._fail(live, result.reason)
                 self._base_rows -= live.rows_done
+                self._base_errors -= live.row_errors
 
     def _finish_parts(self) -> None:
         """Wait for parts being written: all of them, or (when stopping) a few seconds past the end."""
@@ -296,8 +297,7 @@ class JobLoop:
         options = self._options
         if self.stop is not None or (options.max_errors is None and options.max_error_rate is None):
             return
-        errors = self._errors()
-        done = self._rows_before + self._answered() // self._options.n
+        errors, done = self._errors(), self._rows_done()
         over = options.max_errors is not None and errors > options.max_errors
         if options.max_error_rate is not None and done >= _RATE_ROWS:
             over |= errors > options.max_error_rate * done
@@ -316,9 +316,11 @@ class JobLoop:
     def _answered(self) -> int:
         return self.tally.samples + sum(live.answered for live in self._lives)
 
+    def _rows_done(self) -> int:
+        return self._base_rows + sum(live.rows_done for live in list(self._lives))  # the watchdog's thread asks too
+
     def _errors(self) -> int:
-        live = sum(live.errors.total() for live in self._lives)
-        return self._errors_before + self.tally.row_errors.total() + live
+        return self._base_errors + sum(live.row_errors for live in self._lives)
 
     def _flush(self, now: float) -> None:
         if now >= self._next_flush:
@@ -335,7 +337,7 @@ class JobLoop:
 
     def _update(self, now: float) -> None:
         progress = self.progress
-        progress.rows_done = self._base_rows + sum(live.rows_done for live in self._lives)
+        progress.rows_done = self._rows_done()
         progress.rows_this_start = progress.rows_done - self._rows_before - self._recovered
         progress.row_errors = self._errors()
         progress.shards_live = tuple(live.shard.index for live in self._lives) + tuple(self._writing)
@@ -346,7 +348,5 @@ class JobLoop:
     def _describe(self) -> str:
         """For the watchdog, from another thread."""
         engine: Any = self.driver.engine.progress if self.driver is not None else None
-        lives = list(self._lives)
-        done = self._base_rows + sum(live.rows_done for live in lives)
-        shards = [(live.shard.index, live.outstanding) for live in lives[:8]]
-        return f"rows {done}/{self.progress.rows_total}, (shard, rows open) {shards}, engine {engine}"
+        shards = [(live.shard.index, live.outstanding) for live in list(self._lives)[:8]]
+        return f"rows {self._rows_done()}/{self.progress.rows_total}, (shard, rows open) {shards}, engine {engine}"

@@ -10,17 +10,21 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specbatch.errors import ExitCode, Interrupted, ResourceError, SpecbatchError
 from specbatch.job.lock import OutputLock
-from specbatch.job.options import JobOptions
+from specbatch.job.options import JobEvents, JobOptions, JobProgress
 from specbatch.job.run import run_job
+from specbatch.job.shards import SAMPLE_BITS
 from specbatch.job.signals import Watchdog
-from specbatch.requests import EngineProgress, RequestBatch
+from specbatch.requests import EngineProgress, FinishedRows, RequestBatch
+from specbatch.sampling_params import SamplingParams
 from specbatch.standin import StandInEngine, StandInSettings
 from tests.jobs import Factory, Recorder, answers, finish, parts, prompts, read, run, start, target, write
 
@@ -215,6 +219,42 @@ class TestDeadline:
         assert answers(tmp_path / "out") == answers(tmp_path / "clean")
 
 
+class Counted(JobEvents):
+    """Remembers the figures of every tick."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.errors: list[int] = []
+
+    def tick(self, progress: JobProgress) -> None:
+        self.rows.append(progress.rows_done)
+        self.errors.append(progress.row_errors)
+
+
+class Failing(StandInEngine):
+    """Every sample of the rows 3, 13, 23, ... fails, or of rows with a prompt that holds `text`."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(StandInSettings(capacity=400))
+        self._text = text.encode()
+        self._bad: set[int] = set()
+
+    def add(self, batch: RequestBatch) -> None:
+        for i, number in enumerate(batch.request_id.tolist()):
+            prompt = batch.prompt_values[batch.prompt_offsets[i] : batch.prompt_offsets[i + 1]].astype(np.uint8)
+            if self._text in prompt.tobytes() if self._text else (number >> SAMPLE_BITS) % 10 == 3:
+                self._bad.add(number)
+        super().add(batch)
+
+    def take_finished(self) -> FinishedRows | None:
+        rows = super().take_finished()
+        if rows is None:
+            return None
+        bad = np.array([number in self._bad for number in rows.request_id.tolist()])
+        reasons = np.where(bad, 3, rows.finish_reason).astype(rows.finish_reason.dtype)
+        return replace(rows, finish_reason=reasons, error=[("engine_error", "no") if b else None for b in bad])
+
+
 class TestErrorBudget:
     def table(self, tmp_path: Path) -> Path:
         return write(tmp_path / "in.parquet", {"prompt": ["" if i % 10 == 3 else f"p {i}" for i in range(1000)]},
@@ -231,6 +271,64 @@ class TestErrorBudget:
     @pytest.mark.parametrize(("rate", "code"), [(0.05, 4), (0.2, 3)])
     def test_rate(self, tmp_path: Path, rate: float, code: int) -> None:
         assert run(self.table(tmp_path), tmp_path / "out", shard_rows=100, max_error_rate=rate).exit_code == code
+
+    @pytest.mark.parametrize(("rate", "code"), [(0.05, 4), (0.12, 3)])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_rate_is_of_rows_not_of_samples(self, tmp_path: Path, temperature: float, rate: float, code: int) -> None:
+        """A greedy row has one answer for its n samples, and so has a row without a prompt."""
+        result = run(self.table(tmp_path), tmp_path / "out", shard_rows=100, read_ahead_rows=100, n=4,
+                     max_error_rate=rate, sampling=SamplingParams(temperature=temperature))  # fmt: skip
+        assert result.exit_code == code
+        assert (result.rows_done == 1000) == (code == ExitCode.ROW_ERRORS)
+
+    @pytest.mark.parametrize("budget", [{"max_error_rate": 0.12}, {"max_errors": 100}])
+    def test_a_row_fails_once_however_many_samples_do(self, tmp_path: Path, budget: dict[str, Any]) -> None:
+        """Every sample of a tenth of the rows ends with an error of the engine."""
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(1000)}, row_group_size=100)
+        events = Counted()
+        result = run(table, tmp_path / "out", factory=Factory(make=lambda context: Failing()), events=events,
+                     shard_rows=100, n=4, sampling=SamplingParams(temperature=1.0), **budget)  # fmt: skip
+        assert (result.exit_code, result.row_errors, result.rows_done) == (ExitCode.ROW_ERRORS, 100, 1000)
+        assert events.errors[-1] == 100
+
+    @pytest.mark.parametrize("how", ["reuse", "deduplicate"])
+    def test_rows_taken_over_are_finished_rows(self, tmp_path: Path, how: str) -> None:
+        """800 rows of 1000 take over an answer; 20 of the others fail."""
+        same = prompts(800) if how == "reuse" else ["the same"] * 800
+        rest = ["" if i % 10 == 3 else f"other {i}" for i in range(200)]
+        earlier = write(tmp_path / "earlier.parquet", {"prompt": same})
+        table = write(tmp_path / "in.parquet", {"prompt": same + rest}, row_group_size=100)
+        options: dict[str, Any] = {"shard_rows": 100, "read_ahead_rows": 100}
+        if how == "reuse":
+            run(earlier, tmp_path / "before", shard_rows=100)
+            options["reuse"] = (tmp_path / "before",)
+        result = run(table, tmp_path / "out", max_error_rate=0.03, **options)
+        assert (result.exit_code, result.row_errors) == (ExitCode.ROW_ERRORS, 20)
+        assert result.reused + result.deduplicated >= 799
+
+    def test_copies_of_a_failed_row_are_errors(self, tmp_path: Path) -> None:
+        """They are known once their shard is written: in time to stop, and none is missing in the last figure."""
+        texts = ["the same 3" if i % 10 == 3 else f"p {i}" for i in range(1000) if i % 10 == 3 or i % 10 < 3]
+        table = write(tmp_path / "in.parquet", {"prompt": texts}, row_group_size=100)
+        events = Counted()
+        factory = Factory(make=lambda context: Failing("the same"))
+        result = run(table, tmp_path / "out", factory=factory, events=events, shard_rows=100)
+        assert (result.row_errors, events.errors[-1]) == (100, 100)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_rows_are_counted_over_starts(self, tmp_path: Path, temperature: float) -> None:
+        """What a stopped start left in spools is not the next start's work, and is done all the same."""
+        table = write(tmp_path / "in.parquet", {"prompt": prompts(400)})
+        options: dict[str, Any] = {"n": 4, "sampling": SamplingParams(temperature=temperature)}
+        slow = StandInSettings(capacity=40 if temperature == 0 else 160, delay=0.1)
+        first = run(table, tmp_path / "out", settings=slow, max_duration=0.7, **options)
+        assert first.exit_code == ExitCode.DEADLINE
+        assert 0 < first.rows_this_start < 400
+        events = Counted()
+        second = run(table, tmp_path / "out", events=events, **options)
+        assert (second.rows_done, events.rows[-1]) == (400, 400)
+        assert first.rows_this_start + second.rows_this_start == 400
+        assert second.rows_computed >= second.rows_this_start
 
     def test_enough_budget(self, tmp_path: Path) -> None:
         result = run(self.table(tmp_path), tmp_path / "out", shard_rows=100, max_errors=100)
