@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch import help as pages
 from specbatch.commands import BY_COMMAND, COMMANDS, CommandSpec
-from specbatch.errors import ExitCode, SpecbatchError, UsageError
+from specbatch.errors import ExitCode, SpecbatchError, UsageError, panics_as_errors
 from specbatch.options import OptionSpec
 from specbatch.streams import SafeStream, printable, silence_broken_streams
 
@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if page is not None:
             _answer(page)
             return ExitCode.OK
-        return _dispatch(args)
+        with panics_as_errors():
+            return _dispatch(args)
     except SpecbatchError as error:
         return complain(error)
     except KeyboardInterrupt:

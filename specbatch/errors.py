@@ -1,4 +1,4 @@
-"""Failures with a meaning: exit codes, stable codes and hints. Imports nothing; knows no layer.
+"""Failures with a meaning: exit codes, stable codes and hints. Knows no layer.
 
 A SpecbatchError ends the process with its exit code and one readable message. A row error never does: it is a
 code of ROW_ERROR_CODES and a message with the numbers, stored in the output table.
@@ -6,6 +6,8 @@ code of ROW_ERROR_CODES and a message with the numbers, stored in the output tab
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import ClassVar, Final
 
@@ -129,6 +131,35 @@ class Interrupted(SpecbatchError):
         name = {2: "SIGINT", 15: "SIGTERM"}.get(number, f"signal {number}")
         super().__init__(f"stopped by {name}{detail}", hint="run it again to continue")
         self.exit_code = ExitCode(128 + number)  # type: ignore[misc]
+
+
+class InternalError(RuntimeError):
+    """A defect that Rust code found: it panicked. An ordinary exception, other than PyO3's own."""
+
+
+def panic_as_error(error: BaseException) -> InternalError | None:
+    """What to raise in place of PyO3's PanicException; None: it is something else.
+
+    A PanicException is no Exception, so that whatever handles errors (rows tried again, a message, an exit code) would
+    let it pass. Its class cannot be imported: every extension has one of that name.
+    """
+    kind = type(error)
+    if (kind.__module__, kind.__name__) != ("pyo3_runtime", "PanicException"):
+        return None
+    told = InternalError(f"Rust code panicked, which is a defect: {error}")
+    return told.with_traceback(error.__traceback__)  # where it happened, not where it was noticed
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Around calls of Rust code. Raises InternalError where that code panics."""
+    try:
+        yield
+    except BaseException as error:
+        told = panic_as_error(error)
+        if told is None:
+            raise
+        raise told from error
 
 
 ROW_ERROR_CODES: Final[dict[str, str]] = {

@@ -20,7 +20,15 @@ from typing import Any
 
 from specbatch import __version__, config, wording
 from specbatch.config import Settings
-from specbatch.errors import DiskFull, ExitCode, OutOfMemory, ResourceError, SpecbatchError, UsageError
+from specbatch.errors import (
+    DiskFull,
+    ExitCode,
+    OutOfMemory,
+    ResourceError,
+    SpecbatchError,
+    UsageError,
+    panics_as_errors,
+)
 from specbatch.streams import SafeStream, is_smart, printable
 
 _BAD_PATH = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR)
@@ -48,12 +56,13 @@ def run(command_line: Mapping[str, Any], inputs: Sequence[str]) -> int:
     except SpecbatchError as error:
         return early.failed(error)
     try:
-        if options.view.dry_run:
-            from specbatch.dry_run import dry_run
+        with panics_as_errors():  # also those of other packages' Rust code
+            if options.view.dry_run:
+                from specbatch.dry_run import dry_run
 
-            return dry_run(options, settings)
-        with _deaf_to_usr1():
-            return _run_job(settings, options, ending)
+                return dry_run(options, settings)
+            with _deaf_to_usr1():
+                return _run_job(settings, options, ending)
     except SpecbatchError as error:
         return ending.failed(error)
     except KeyboardInterrupt:  # before the job took the signals over

@@ -23,7 +23,7 @@ from specbatch.engine.observe import PolicyDriver, SpeculationPolicy
 from specbatch.engine.parts import EngineParts
 from specbatch.engine.request_arrays import core_arrays
 from specbatch.engine.results import ResultCollector
-from specbatch.errors import OutOfMemory
+from specbatch.errors import OutOfMemory, panic_as_error
 from specbatch.requests import DeviceLost, EngineProgress, FinishedRows, RequestBatch
 from specbatch.sampling_params import SamplingParams
 
@@ -36,7 +36,7 @@ class Engine:
 
     Not thread-safe. `step()` raises OutOfMemory when the device ran out of memory: nothing of that step was committed, and
     after `reduce_batch()` the same rows go on. Any other exception leaves the engine consistent too: the step is
-    forgotten and may be tried again.
+    forgotten and may be tried again. InternalError: Rust code panicked; was it the core, every later call raises too.
     """
 
     def __init__(self, parts: EngineParts, policy: SpeculationPolicy) -> None:
@@ -163,9 +163,14 @@ class Engine:
             if is_lost(self.plan.device):
                 raise DeviceLost(f"{self.plan.device} no longer works: {error}") from error
             raise
-        except BaseException:
-            self._forget_step()
-            raise
+        except BaseException as error:
+            panic = panic_as_error(error)
+            if panic is None:
+                self._forget_step()
+                raise
+            with contextlib.suppress(RuntimeError):  # of a core that refuses every call after its panic
+                self._forget_step()
+            raise panic from error
         return True
 
     def _advance(self) -> StepInfo:

@@ -24,6 +24,7 @@ from specbatch.engine.sampling_state import SamplingState
 from specbatch.engine.static_step import StaticStep
 from specbatch.engine.step_buffers import StepArrays
 from specbatch.engine_options import EngineOptions
+from specbatch.errors import panics_as_errors
 from specbatch.models.loading import LoadedModel, load_model
 from specbatch.models.support import ModelShape
 from specbatch.models.tokenizer import HFTokenizer
@@ -104,7 +105,10 @@ def build_parts(
     return parts
 
 
+@panics_as_errors()
 def load_models(plan: EnginePlan, options: EngineOptions) -> Models:
+    """Load target and draft, packed where that serves. Raises what loading raises, InternalError for a panic in Rust."""
+
     def load(path: str, choice: BackendChoice) -> tuple[LoadedModel, str]:
         model = load_model(path, plan.device, plan.dtype)
         if not can_pack(plan.device, options.attention):

@@ -121,7 +121,10 @@ class EngineDriver:
             self._out_of_memory(error)
             more = True
         except Exception as error:
-            self._collect()
+            try:
+                self._collect()
+            except RuntimeError as second:  # of an engine that no longer works; what it said first is what matters
+                raise error from second
             self._isolate([], error, halve=False)
             more = True
         self._collect()
@@ -183,8 +186,12 @@ class EngineDriver:
         self._tell("out_of_memory", f"{error.message}; {what}")
 
     def _isolate(self, extra: list[Flight], error: Exception, *, halve: bool) -> None:
-        """Take back all rows in flight and queue them for runs of their own."""
-        self.engine.abort_all()
+        """Take back all rows in flight and queue them for runs of their own. Raises `error` where the engine cannot even
+        drop them."""
+        try:
+            self.engine.abort_all()
+        except RuntimeError as second:
+            raise error from second
         self._prune()
         rows = [*self._flights, *extra]
         first_time = self._group is None
