@@ -287,3 +287,20 @@ def test_another_batch_size_brings_doubt_back() -> None:
     before = filter_.difference_sd(NGRAM_2, there, AR, here)
     filter_.new_tier()
     assert filter_.difference_sd(NGRAM_2, there, AR, here) > 2 * before
+
+
+def test_a_first_touch_of_memory_is_not_taken_for_the_price_of_context() -> None:
+    """The long context of many rows touches pages nobody has used: once, and just when the time is nearly up."""
+    now, touched = 0.0, set[tuple[int, int]]()
+
+    def measure(kind: str, rows: int, tokens_per_row: int, context: int) -> float:
+        nonlocal now
+        seconds = 0.02 + 1e-6 * rows * context
+        if rows * context > 2**15 and (rows, context) not in touched:
+            touched.add((rows, context))
+            seconds += 2.0
+        now += seconds
+        return seconds
+
+    cost = profile(measure, max_rows=64, max_k=8, with_draft=False, budget=3.0, clock=lambda: now)
+    assert cost.target(64, 64, 64 * 400) < 0.15
