@@ -17,7 +17,7 @@ from specbatch.engine.model_runner import ModelRunner
 from specbatch.engine.packing import pack
 from specbatch.models.attention_hook import ATTENTION_NAME, register
 from specbatch.models.loading import LoadedModel, wrap_module
-from specbatch.models.packed import PackedDecoder, why_not
+from specbatch.models.packed import PackedDecoder, module_weights, why_not
 from specbatch.sampling_params import SamplingParams
 from tests.test_engine import make_prompts, run, tokens
 
@@ -76,7 +76,7 @@ def logits_of(model: LoadedModel) -> list[torch.Tensor]:
 def test_logits_are_the_modules_own(shape: str) -> None:
     expected = logits_of(make(*SHAPES[shape]))
     model = make(*SHAPES[shape])
-    model.packed = PackedDecoder(model, threads=2)
+    model.packed = PackedDecoder(module_weights(model), threads=2)
     assert compare_logits(logits_of(model), expected) < 1e-5
 
 
@@ -86,7 +86,7 @@ def test_bfloat16_is_close(shape: str) -> None:
     expected = logits_of(make(kind, settings))  # in float32
     rounded = make(kind, settings, torch.bfloat16)
     torch_difference = compare_logits(logits_of(rounded), expected)
-    rounded.packed = PackedDecoder(rounded, threads=1)
+    rounded.packed = PackedDecoder(module_weights(rounded), threads=1)
     assert compare_logits(logits_of(rounded), expected) < 2 * torch_difference + 0.01
 
 
@@ -97,7 +97,7 @@ def test_best_tokens_are_those_of_the_logits(dtype: torch.dtype) -> None:
         head = model.module.lm_head.weight
         head[100] = head[11] = head[140]  # equal logits: the lowest id wins
         head[7] = 100 * head[7]  # often the best, beyond the limit of some
-    packed = model.packed = PackedDecoder(model, threads=2)
+    packed = model.packed = PackedDecoder(module_weights(model), threads=2)
     hidden = torch.randn(9, 48)
     hidden[3, 5] = torch.nan
     hidden[4] = torch.inf

@@ -15,7 +15,7 @@ from specbatch.engine.kv_layout import plan_pages
 from specbatch.engine.model_check import TOLERANCE, compare_logits, paged_logits, sample_rows
 from specbatch.engine.model_runner import ModelRunner
 from specbatch.models.loading import LoadedModel
-from specbatch.models.packed import PackedDecoder, why_not
+from specbatch.models.packed import PackedDecoder, module_weights, why_not
 
 _PAGES, _BLOCK_SIZE = 8, 16  # scratch for the comparison
 
@@ -32,7 +32,7 @@ def pack(
     rows = sample_rows(model.vocab_size, model.device)
     expected = paged_logits(ModelRunner(model, pages, backend), rows)
     try:
-        model.packed = PackedDecoder(model, threads)
+        model.packed = PackedDecoder(module_weights(model), threads)
     except (TypeError, ValueError) as error:  # a shape that `why_not` does not know of
         return reload(), f"torch ({error})"
     difference = compare_logits(paged_logits(ModelRunner(model, pages, backend), rows), expected)

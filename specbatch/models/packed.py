@@ -6,6 +6,8 @@ that it is the model's own is proved on loading, by comparing logits (engine/mod
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from specbatch import _core
 from specbatch.attention.backend import AttentionMetadata
+from specbatch.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from specbatch.models.loading import LoadedModel
@@ -52,51 +55,55 @@ def why_not(model: LoadedModel) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """What a packed decoder is made of: from a module (`module_weights`) or straight from a checkpoint (lean.py)."""
+
+    shape: ModelShape
+    dtype: torch.dtype  # float32 or bfloat16
+    intermediate_size: int
+    eps: float
+    activation: str
+    scale: float  # of attention scores
+    layers: Iterable[dict[str, Any]]  # arguments of CpuDecoder.add_layer, taken once, one layer after the other
+    norm: NDArray[np.float32]
+    head: Tensor  # [vocab, hidden]
+    embedding: Tensor  # [vocab, hidden]; the head itself where they are tied
+    cos: NDArray[np.float32]  # [max_model_len, rotary size]
+    sin: NDArray[np.float32]
+
+
 class PackedDecoder:
-    """Layers and head of a model; a ModelRunner binds it to its KV pages.
+    """Layers and head of a model; a ModelRunner binds it to its KV pages."""
 
-    NOTE: making one takes the weights of the module's layers away as they are packed: memory holds them once.
-    """
-
-    def __init__(self, model: LoadedModel, threads: int) -> None:
-        """Raises ValueError when the model has another shape (see `why_not`)."""
-        reason = why_not(model)
-        if reason is not None:
-            raise ValueError(f"not a model for packed weights: {reason}")
-        module: Any = model.module
-        config, shape, base = model.config, model.shape, module.base_model
-        self._embedding: Tensor = base.embed_tokens.weight
+    def __init__(self, weights: DecoderWeights, threads: int) -> None:
+        """Raises ValueError, TypeError naming a size or dtype that does not fit."""
+        shape = weights.shape
+        self._embedding = weights.embedding
         self._decoder = _core.CpuDecoder(
             hidden_size=shape.hidden_size,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            intermediate_size=config.intermediate_size,
-            eps=config.rms_norm_eps,
-            activation=config.hidden_act,
-            scale=float(base.layers[0].self_attn.scaling),
-            bfloat16=model.dtype == torch.bfloat16,
+            intermediate_size=weights.intermediate_size,
+            eps=weights.eps,
+            activation=weights.activation,
+            scale=weights.scale,
+            bfloat16=weights.dtype == torch.bfloat16,
             threads=threads,
         )
-        for layer, context in zip(base.layers, model.layers, strict=True):
-            self._decoder.add_layer(**_layer_arrays(layer), sliding_window=context.sliding_window)
-            _drop_weights(layer)
-        head = module.lm_head
-        self._vocab = int(head.weight.shape[0])
-        self._decoder.set_head(_vector(base.norm.weight), _bits(head.weight))
-        if head.weight is not self._embedding:
-            _drop_weights(head)
-        with torch.inference_mode():
-            positions = torch.arange(shape.max_model_len)[None]
-            cos, sin = base.rotary_emb(torch.zeros(1, 1, 1), positions)
-        self._decoder.set_angles(_vector(cos[0]), _vector(sin[0]))
+        for layer in weights.layers:
+            self._decoder.add_layer(**layer)
+        self._vocab = int(weights.head.shape[0])
+        self._decoder.set_head(weights.norm, bits(weights.head))
+        self._decoder.set_angles(weights.cos, weights.sin)
         self._storage: NDArray[np.float32] | NDArray[np.uint16] | None = None
         self._pages: list[_core.CpuLayerPages] = []
 
     def bind(self, pages: Tensor) -> None:
         """Use these pages [num_pages, layers, 2, block_size, kv_heads, head_dim] from now on."""
         flat = pages.as_strided((pages.untyped_storage().nbytes() // pages.element_size(),), (1,), 0)
-        self._storage = _bits(flat)
+        self._storage = bits(flat)
         self._pages = [_layer_pages(pages[:, i]) for i in range(pages.shape[1])]
 
     @property
@@ -136,28 +143,67 @@ class PackedDecoder:
         return out
 
 
+def module_weights(model: LoadedModel) -> DecoderWeights:
+    """The weights of a module of the plain shape. Raises ValueError for another (see `why_not`).
+
+    NOTE: packing takes the weights of the module's layers away as they are packed: memory holds them once.
+    """
+    reason = why_not(model)
+    if reason is not None:
+        raise ValueError(f"not a model for packed weights: {reason}")
+    module: Any = model.module
+    config, base = model.config, module.base_model
+    with torch.inference_mode():
+        positions = torch.arange(model.shape.max_model_len)[None]
+        cos, sin = base.rotary_emb(torch.zeros(1, 1, 1), positions)
+    head = module.lm_head.weight
+    if head is not base.embed_tokens.weight:
+        _drop_weights(module.lm_head)
+    return DecoderWeights(
+        shape=model.shape,
+        dtype=model.dtype,
+        intermediate_size=config.intermediate_size,
+        eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        scale=float(base.layers[0].self_attn.scaling),
+        layers=_take_layers(model),
+        norm=vector(base.norm.weight),
+        head=head,
+        embedding=base.embed_tokens.weight,
+        cos=vector(cos[0]),
+        sin=vector(sin[0]),
+    )
+
+
+def _take_layers(model: LoadedModel) -> Iterator[dict[str, Any]]:
+    module: Any = model.module
+    for layer, context in zip(module.base_model.layers, model.layers, strict=True):
+        yield {**_layer_arrays(layer), "sliding_window": context.sliding_window}
+        _drop_weights(layer)
+
+
 def _layer_arrays(layer: Any) -> dict[str, Any]:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     arrays: dict[str, Any] = {
-        "attention_norm": _vector(layer.input_layernorm.weight),
-        "mlp_norm": _vector(layer.post_attention_layernorm.weight),
-        "q": _bits(attention.q_proj.weight),
-        "k": _bits(attention.k_proj.weight),
-        "v": _bits(attention.v_proj.weight),
-        "o": _bits(attention.o_proj.weight),
-        "gate": _bits(mlp.gate_proj.weight),
-        "up": _bits(mlp.up_proj.weight),
-        "down": _bits(mlp.down_proj.weight),
+        "attention_norm": vector(layer.input_layernorm.weight),
+        "mlp_norm": vector(layer.post_attention_layernorm.weight),
+        "q": bits(attention.q_proj.weight),
+        "k": bits(attention.k_proj.weight),
+        "v": bits(attention.v_proj.weight),
+        "o": bits(attention.o_proj.weight),
+        "gate": bits(mlp.gate_proj.weight),
+        "up": bits(mlp.up_proj.weight),
+        "down": bits(mlp.down_proj.weight),
     }
     if any(p.bias is not None for p in projections):
         biases = [p.bias if p.bias is not None else torch.zeros(p.weight.shape[0]) for p in projections]
-        arrays["qkv_bias"] = _vector(torch.cat(biases))
+        arrays["qkv_bias"] = vector(torch.cat(biases))
     if attention.o_proj.bias is not None:
-        arrays["o_bias"] = _vector(attention.o_proj.bias)
+        arrays["o_bias"] = vector(attention.o_proj.bias)
     if getattr(attention, "q_norm", None) is not None:
-        arrays["query_norm"] = _vector(attention.q_norm.weight)
-        arrays["key_norm"] = _vector(attention.k_norm.weight)
+        arrays["query_norm"] = vector(attention.q_norm.weight)
+        arrays["key_norm"] = vector(attention.k_norm.weight)
     return arrays
 
 
@@ -180,16 +226,17 @@ def _layer_pages(layer: Tensor) -> _core.CpuLayerPages:
     )
 
 
-def _vector(tensor: Tensor) -> NDArray[np.float32]:
+def vector(tensor: Tensor) -> NDArray[np.float32]:
+    """A copy as float32, or the tensor's own memory where it is that."""
     array: NDArray[np.float32] = tensor.detach().float().contiguous().numpy()
     return array
 
 
-def _bits(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
+def bits(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     """The tensor's own memory: float32, or bfloat16 as its bits."""
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
-        bits: NDArray[np.uint16] = tensor.view(torch.int16).numpy().view(np.uint16)
-        return bits
+        halves: NDArray[np.uint16] = tensor.view(torch.int16).numpy().view(np.uint16)
+        return halves
     floats: NDArray[np.float32] = tensor.numpy()
     return floats
