@@ -5,6 +5,7 @@
 
 use specbatch_cpu_kernels::attention::{Options, Path, Prepared, Rows, Stored, Tasks};
 use specbatch_cpu_kernels::pages::LayerPages;
+use specbatch_cpu_kernels::simd::want_huge_pages;
 
 const LAYERS: usize = 30;
 const BLOCK_SIZE: usize = 16;
@@ -46,7 +47,10 @@ fn measure<E: Stored>(name: &str, rows: usize, context: usize, queries: usize) {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (state >> 40) as f32 / (1u32 << 23) as f32 - 1.0
     };
-    let memory: Vec<E> = (0..count * page_stride + 64).map(|_| E::from_f32(next())).collect();
+    let size = count * page_stride;
+    let mut memory: Vec<E> = Vec::with_capacity(size + 64);
+    want_huge_pages(memory.as_ptr().cast(), memory.capacity() * size_of::<E>());
+    memory.extend((0..size + 64).map(|_| E::from_f32(next())));
     let storage = &memory[memory.as_ptr().align_offset(64)..]; // as the engine's memory is
     let query: Vec<f32> = (0..rows * queries * HEADS * DIM).map(|_| next()).collect();
     let mut tables: Vec<i32> = (1..count as i32).collect();
@@ -64,7 +68,7 @@ fn measure<E: Stored>(name: &str, rows: usize, context: usize, queries: usize) {
         positions: &[],
     };
     let options = Options { scale: 0.125, window: None, softcap: None, sinks: None };
-    let tasks = Tasks::new(&query_start, HEADS, KV_HEADS).unwrap();
+    let tasks = Tasks::new(&query_start, HEADS, KV_HEADS, 1).unwrap();
     let mut out = vec![0.0; query.len()];
     let seen: usize = (0..queries).map(|q| context - q).sum::<usize>() * rows;
     let (flops, bytes) = (seen * HEADS * DIM * 4, rows * context * KV_HEADS * DIM * 2 * size_of::<E>());
@@ -89,6 +93,9 @@ fn measure<E: Stored>(name: &str, rows: usize, context: usize, queries: usize) {
             let prepared =
                 Prepared::new(&tasks, &query, HEADS, storage, &pages, &at, &options, &mut out).unwrap().at_most(path);
             used = prepared.path();
+            if used != path {
+                break;
+            }
             for i in 0..prepared.len() {
                 // SAFETY: one after the other.
                 unsafe { prepared.run(i) };

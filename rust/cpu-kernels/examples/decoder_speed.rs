@@ -6,6 +6,7 @@ use specbatch_cpu_kernels::decoder::{Angles, Decoder, Layer, PARTS, Shape, Step}
 use specbatch_cpu_kernels::packed::Packed;
 use specbatch_cpu_kernels::pages::LayerPages;
 use specbatch_cpu_kernels::product::{Activation, Kernel};
+use specbatch_cpu_kernels::simd::want_huge_pages;
 use specbatch_cpu_kernels::team::Team;
 
 const LAYERS: usize = 30;
@@ -22,7 +23,10 @@ fn measure<E: Stored>(decoder: &mut Decoder, team: &Team, name: &str, rows: usiz
     let shape = decoder.shape.clone();
     let pages_a_row = context.div_ceil(BLOCK);
     let a_layer = 2 * BLOCK * shape.kv_heads * shape.head_dim;
-    let mut storage = vec![E::from_f32(0.1); (rows * pages_a_row + 1) * LAYERS * a_layer];
+    let size = (rows * pages_a_row + 1) * LAYERS * a_layer;
+    let mut storage: Vec<E> = Vec::with_capacity(size);
+    want_huge_pages(storage.as_ptr().cast(), size * size_of::<E>()); // as the engine does
+    storage.resize(size, E::from_f32(0.1));
     let pages: Vec<_> = (0..LAYERS)
         .map(|layer| LayerPages {
             key_offset: layer * a_layer,

@@ -1,7 +1,8 @@
 //! Causal (or tree-masked) attention of ragged rows over pages, read in place.
 //!
 //! Owns what may be asked, the checks, and the cut into tasks that any threads may run. A task is one row, a tile of
-//! its query tokens and one KV head, whose query heads share the keys they read. How a task is computed is the
+//! its query tokens and one KV head, whose query heads share the keys they read, or several, whose keys stand side by side
+//! in memory. How a task is computed is the
 //! business of `attention_task` and of what it calls for the processor's instructions.
 
 use rayon::prelude::*;
@@ -21,6 +22,9 @@ use crate::{
 /// Query tokens of one tile, and at least so many (token, head) pairs, for what is done once for a block of keys.
 const TILE: usize = 16;
 const TILE_PAIRS: usize = 64;
+/// (token, head) pairs of a row and KV head up to which all KV heads make one task, if there are so many rows a thread.
+const FEW_PAIRS: usize = 32;
+const ENOUGH: usize = 4;
 
 /// What pages may hold: float32, or the bits of bfloat16.
 #[cfg(target_arch = "x86_64")]
@@ -75,25 +79,35 @@ pub struct Options<'a> {
     pub sinks: Option<&'a [f32]>,
 }
 
+/// A row, the first packed token of the tile, the first KV head and how many.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    row: u32,
+    start: u32,
+    kv_head: u32,
+    span: u32,
+}
+
 /// How a step's rows are cut into tasks: made once a step, used by all its layers of the same shape.
 #[derive(Debug, Default)]
 pub struct Tasks {
-    /// Row, and first packed token of the tile.
-    list: Vec<(u32, u32)>,
+    list: Vec<Piece>,
     query_start: Vec<i32>,
     tile: usize,
     group: usize,
     kv_heads: usize,
+    threads: usize,
 }
 
 impl Tasks {
-    /// The tasks of rows with these packed token ranges, for `heads` query heads over `kv_heads`.
+    /// The tasks of rows with these packed token ranges, for `heads` query heads over `kv_heads`, to be shared out to so
+    /// many threads. The results do not depend on the number of threads.
     ///
     /// # Errors
     /// A message when ranges fall or heads do not divide.
-    pub fn new(query_start: &[i32], heads: usize, kv_heads: usize) -> Result<Self, String> {
+    pub fn new(query_start: &[i32], heads: usize, kv_heads: usize, threads: usize) -> Result<Self, String> {
         let mut tasks = Self::default();
-        tasks.refill(query_start, heads, kv_heads)?;
+        tasks.refill(query_start, heads, kv_heads, threads)?;
         Ok(tasks)
     }
 
@@ -101,7 +115,25 @@ impl Tasks {
     ///
     /// # Errors
     /// As `new`.
-    pub fn refill(&mut self, query_start: &[i32], heads: usize, kv_heads: usize) -> Result<(), String> {
+    pub fn refill(&mut self, query_start: &[i32], heads: usize, kv_heads: usize, threads: usize) -> Result<(), String> {
+        let rows = query_start.windows(2).filter(|range| range[0] < range[1]).count();
+        // Side by side in memory and (often) in the same lanes; but no thread without work.
+        let together = rows >= ENOUGH * threads.max(1);
+        self.cut(query_start, heads, kv_heads, threads, together)
+    }
+
+    /// As `refill`; `together`: all KV heads of a row with few query tokens in one task. No result depends on it.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn cut(
+        &mut self,
+        query_start: &[i32],
+        heads: usize,
+        kv_heads: usize,
+        threads: usize,
+        together: bool,
+    ) -> Result<(), String> {
         need(kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads), || {
             format!("{heads} heads over {kv_heads} KV heads")
         })?;
@@ -109,21 +141,25 @@ impl Tasks {
         need(rises, || "query_start must begin with 0 and not fall".into())?;
         self.group = heads / kv_heads;
         self.kv_heads = kv_heads;
+        self.threads = threads.max(1);
         self.tile = TILE.max(TILE_PAIRS / self.group);
         self.query_start.clear();
         self.query_start.extend_from_slice(query_start);
         self.list.clear();
         for (row, range) in query_start.windows(2).enumerate() {
-            let starts = (range[0] as u32..range[1] as u32).step_by(self.tile);
-            self.list.extend(starts.map(|start| (row as u32, start)));
+            let few = (range[1] - range[0]) as usize * self.group <= FEW_PAIRS;
+            let span = if few && together { kv_heads } else { 1 };
+            for start in (range[0] as u32..range[1] as u32).step_by(self.tile) {
+                let heads = (0..kv_heads as u32).step_by(span);
+                self.list.extend(heads.map(|kv_head| Piece { row: row as u32, start, kv_head, span: span as u32 }));
+            }
         }
         Ok(())
     }
 
-    /// How many there are, of all KV heads.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.list.len() * self.kv_heads
+        self.list.len()
     }
 
     #[must_use]
@@ -211,10 +247,14 @@ impl<'a, E: Stored> Prepared<'a, E> {
     /// No two calls with the same `i` at the same time, and no use of the output until they have ended: tasks of
     /// different `i` write different places.
     pub unsafe fn run(&self, i: usize) {
-        let (row, start) = self.tasks.list[i / self.tasks.kv_heads];
-        let (row, start) = (row as usize, start as usize);
+        let after = self.tasks.list.get(i + self.tasks.threads).map(|piece| self.task(piece));
+        self.task(&self.tasks.list[i]).run(self.path, after.as_ref(), self.out);
+    }
+
+    fn task(&self, piece: &Piece) -> Task<'_, E> {
+        let (row, start) = (piece.row as usize, piece.start as usize);
         let end = (start + self.tasks.tile).min(self.rows.query_start[row + 1] as usize);
-        let task = Task {
+        Task {
             query: self.query,
             heads: self.heads,
             group: self.tasks.group,
@@ -225,9 +265,9 @@ impl<'a, E: Stored> Prepared<'a, E> {
             row,
             start,
             end,
-            kv_head: i % self.tasks.kv_heads,
-        };
-        task.run(self.path, self.out);
+            kv_head: piece.kv_head as usize,
+            span: piece.span as usize,
+        }
     }
 }
 
@@ -244,7 +284,7 @@ pub fn forward<E: Stored>(
     options: &Options<'_>,
     out: &mut [f32],
 ) -> Result<(), String> {
-    let tasks = Tasks::new(rows.query_start, heads, pages.kv_heads)?;
+    let tasks = Tasks::new(rows.query_start, heads, pages.kv_heads, rayon::current_num_threads())?;
     let prepared = Prepared::new(&tasks, query, heads, storage, pages, rows, options, out)?;
     let work: usize = rows.seq_lens.iter().map(|&n| n as usize).sum::<usize>() * pages.kv_heads;
     // With one thread a pool would only add a change of threads to every call.

@@ -7,15 +7,16 @@
 
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use crate::attention_avx512::{LANES, Line, Running, Shrink, transpose, weigh_half};
-use crate::attention_groups::{BLOCK, Block, Kernel};
+use crate::attention_blocks::{Ahead, BLOCK, Block, TILE as TALL};
+use crate::attention_groups::Kernel;
 
 /// The kernel; head sizes are multiples of 32.
 pub struct Tiles;
 
-/// Keys of one tile of scores, and keys that one tile of weights holds.
-const TALL: usize = 16;
+/// Keys that one tile of weights holds; of scores a tile has `TALL`.
 const WIDE: usize = 32;
 /// Bytes of a tile's row, in tiles that are packed.
 const ROW: usize = 64;
@@ -73,6 +74,10 @@ impl Kernel<u16> for Tiles {
         (dim / 2, 2 * BLOCK * dim / 32)
     }
 
+    fn steps(dim: usize) -> (usize, usize) {
+        (BLOCK / 2, BLOCK / TALL * dim / 32 + BLOCK / WIDE * dim / LANES)
+    }
+
     unsafe fn begin() {
         // SAFETY: the caller has AMX; the configuration is of palette 1.
         unsafe { asm!("ldtilecfg [{at}]", at = in(reg) &raw const WHOLE, options(readonly, nostack, preserves_flags)) };
@@ -88,15 +93,22 @@ impl Kernel<u16> for Tiles {
         unsafe { pack(queries, dim, packed) }
     }
 
-    unsafe fn take(block: &mut Block<u16>, dim: usize, shared: *mut Line) {
+    unsafe fn take(block: &mut Block<u16>, dim: usize, shared: *mut Line, ahead: &mut Ahead<u16>) {
         unsafe {
-            interleave(block, dim, shared);
+            interleave(block, dim, shared, ahead);
             together(block, dim, shared.add(BLOCK * dim / 32).cast());
         }
     }
 
-    unsafe fn scores(packed: *const Line, block: &Block<u16>, dim: usize, _shared: *const Line, out: *mut Line) {
-        unsafe { scores(packed, block, dim, out) }
+    unsafe fn scores(
+        packed: *const Line,
+        blocks: &[Block<u16>],
+        dim: usize,
+        _shared: *const Line,
+        out: *mut Line,
+        ahead: &mut Ahead<u16>,
+    ) {
+        unsafe { scores(packed, blocks, dim, out, ahead) }
     }
 
     unsafe fn weigh(scores: *mut Line, n: usize, factor: f32, running: &mut Running) -> Shrink {
@@ -109,14 +121,15 @@ impl Kernel<u16> for Tiles {
         dim: usize,
         shared: *const Line,
         shrink: Shrink,
-        lanes: usize,
+        lanes: Range<usize>,
         sums: *mut Line,
+        ahead: &mut Ahead<u16>,
     ) {
         unsafe {
             if shrink.1 != 0 {
-                dampen(sums, dim, shrink.0, lanes);
+                dampen(sums, dim, shrink.0, &lanes);
             }
-            absorb(scores.add(BLOCK), shared, block.count.div_ceil(WIDE), dim / LANES, sums);
+            absorb(scores.add(BLOCK), shared, block.count.div_ceil(WIDE), dim / LANES, sums, ahead);
         }
     }
 
@@ -146,10 +159,11 @@ unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line) {
 /// Values as tiles of [16 pairs of keys, 16 numbers, 2]. Of each 32 numbers one tile has the numbers 8 i to 8 i + 3,
 /// the next the numbers 8 i + 4 to 8 i + 7, as unpacking gives them; `give` puts them in order.
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn interleave(block: &Block<u16>, dim: usize, to: *mut Line) {
+unsafe fn interleave(block: &Block<u16>, dim: usize, to: *mut Line, ahead: &mut Ahead<u16>) {
     let tiles = dim / LANES;
     for pair in 0..block.count.div_ceil(WIDE) * (WIDE / 2) {
         let (a, b) = (block.values[2 * pair], block.values[2 * pair + 1]);
+        ahead.step();
         // SAFETY: the caller's.
         unsafe {
             let to = to.add(pair / 16 * tiles * 16 + pair % 16);
@@ -162,20 +176,14 @@ unsafe fn interleave(block: &Block<u16>, dim: usize, to: *mut Line) {
     }
 }
 
-/// Bytes from the first key of a tile to the next, if all sixteen stand at even distances.
-fn even_stride(keys: &[*const u16]) -> Option<usize> {
-    let stride = (keys[1] as usize).wrapping_sub(keys[0] as usize);
-    let even = keys.windows(2).all(|w| (w[1] as usize).wrapping_sub(w[0] as usize) == stride);
-    (even && stride > 0 && stride < 1 << 24).then_some(stride)
-}
-
 /// Copy the sixteen keys of each tile that do not stand at even distances: a tile over two pages, and the last.
 #[target_feature(enable = "avx512f")]
 unsafe fn together(block: &mut Block<u16>, dim: usize, copies: *mut u16) {
     for (tile, keys) in block.keys.chunks_exact_mut(TALL).enumerate().take(block.count.div_ceil(TALL)) {
-        if even_stride(keys).is_some() {
+        if block.strides[tile] > 0 {
             continue;
         }
+        block.strides[tile] = 2 * dim;
         for (i, key) in keys.iter_mut().enumerate() {
             // SAFETY: the caller's: rows of `dim` numbers, room for `BLOCK` of them.
             unsafe {
@@ -189,32 +197,39 @@ unsafe fn together(block: &mut Block<u16>, dim: usize, copies: *mut u16) {
     }
 }
 
-/// Up to four tiles of [16 keys, 16 lanes].
-unsafe fn scores(packed: *const Line, block: &Block<u16>, dim: usize, out: *mut Line) {
-    let tiles = block.count.div_ceil(TALL);
-    let key = |tile: usize| block.keys[tile * TALL];
-    let stride = |tile: usize| block.keys[tile * TALL + 1] as usize - key(tile) as usize;
+/// Up to four tiles of [16 keys, 16 lanes], summed over KV heads.
+unsafe fn scores(packed: *const Line, blocks: &[Block<u16>], dim: usize, out: *mut Line, ahead: &mut Ahead<u16>) {
+    let tiles = blocks[0].count.div_ceil(TALL);
     // SAFETY: tiles below `tiles`, whose keys stand at even distances after `together`.
     unsafe {
         zero!(0);
         zero!(1);
         zero!(2);
         zero!(3);
-        for d in (0..dim).step_by(32) {
-            load!(4, packed.add(d / 2), ROW);
-            load!(5, key(0).add(d), stride(0));
-            multiply!(0, 5, 4);
-            if tiles > 1 {
-                load!(6, key(1).add(d), stride(1));
-                multiply!(1, 6, 4);
-            }
-            if tiles > 2 {
-                load!(5, key(2).add(d), stride(2));
-                multiply!(2, 5, 4);
-            }
-            if tiles > 3 {
-                load!(6, key(3).add(d), stride(3));
-                multiply!(3, 6, 4);
+        for (h, block) in blocks.iter().enumerate() {
+            let key = |tile: usize| block.keys[tile * TALL];
+            let stride = |tile: usize| block.strides[tile];
+            let packed = packed.add(h * dim / 2);
+            for d in (0..dim).step_by(32) {
+                load!(4, packed.add(d / 2), ROW);
+                load!(5, key(0).add(d), stride(0));
+                multiply!(0, 5, 4);
+                ahead.step();
+                if tiles > 1 {
+                    load!(6, key(1).add(d), stride(1));
+                    multiply!(1, 6, 4);
+                    ahead.step();
+                }
+                if tiles > 2 {
+                    load!(5, key(2).add(d), stride(2));
+                    multiply!(2, 5, 4);
+                    ahead.step();
+                }
+                if tiles > 3 {
+                    load!(6, key(3).add(d), stride(3));
+                    multiply!(3, 6, 4);
+                    ahead.step();
+                }
             }
         }
         store!(0, out);
@@ -228,22 +243,29 @@ unsafe fn scores(packed: *const Line, block: &Block<u16>, dim: usize, out: *mut 
 
 /// Multiply what stands in the sums by what the maxima's growth asks for.
 #[target_feature(enable = "avx512f")]
-unsafe fn dampen(sums: *mut Line, dim: usize, shrink: __m512, lanes: usize) {
+unsafe fn dampen(sums: *mut Line, dim: usize, shrink: __m512, lanes: &Range<usize>) {
     let mut factors = Line([0.0; LANES]);
     // SAFETY: `sums` holds `dim` lines.
     unsafe {
         _mm512_store_ps(factors.0.as_mut_ptr(), shrink);
         for tile in 0..dim / LANES {
-            for (lane, factor) in factors.0.iter().enumerate().take(lanes) {
+            for lane in lanes.clone() {
                 let at = sums.add(tile * LANES + lane).cast::<f32>();
-                _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(*factor)));
+                _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(factors.0[lane])));
             }
         }
     }
 }
 
 /// `sums`, `columns` tiles of [16 lanes, 16 numbers], += `depth` tiles of weights * values.
-unsafe fn absorb(weights: *const Line, values: *const Line, depth: usize, columns: usize, sums: *mut Line) {
+unsafe fn absorb(
+    weights: *const Line,
+    values: *const Line,
+    depth: usize,
+    columns: usize,
+    sums: *mut Line,
+    ahead: &mut Ahead<u16>,
+) {
     // SAFETY: the caller's; four columns at a time, or the last two.
     unsafe {
         for column in (0..columns).step_by(4) {
@@ -260,13 +282,17 @@ unsafe fn absorb(weights: *const Line, values: *const Line, depth: usize, column
                 load!(4, weights.add(k * 16), ROW);
                 load!(5, values, ROW);
                 multiply!(0, 4, 5);
+                ahead.step();
                 load!(6, values.add(16), ROW);
                 multiply!(1, 4, 6);
+                ahead.step();
                 if four {
                     load!(5, values.add(32), ROW);
                     multiply!(2, 4, 5);
+                    ahead.step();
                     load!(6, values.add(48), ROW);
                     multiply!(3, 4, 6);
+                    ahead.step();
                 }
             }
             store!(0, sums);

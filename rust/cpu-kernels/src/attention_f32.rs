@@ -2,9 +2,11 @@
 //! scores, sixteen numbers of a value in the lanes for the sums.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use crate::attention_avx512::{self, LANES, Line, Running, Shrink, transpose};
-use crate::attention_groups::{BLOCK, Block, Kernel};
+use crate::attention_blocks::{Ahead, BLOCK, Block};
+use crate::attention_groups::Kernel;
 
 /// The kernel; head sizes are multiples of 16.
 pub struct Floats;
@@ -79,15 +81,30 @@ unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line) {
     }
 }
 
-/// Eight keys at a time, each a line of scores: sums run over the head's numbers in their order.
+/// Eight keys at a time, each a line of scores: sums run over the head's numbers in their order. `begun`: they go on
+/// from what stands there.
 #[target_feature(enable = "avx512f")]
-unsafe fn scores(packed: *const Line, keys: &[*const f32; BLOCK], n: usize, dim: usize, scores: *mut Line) {
+unsafe fn scores<E>(
+    packed: *const Line,
+    keys: &[*const f32; BLOCK],
+    n: usize,
+    dim: usize,
+    begun: bool,
+    scores: *mut Line,
+    ahead: &mut Ahead<E>,
+) {
     for j in (0..n).step_by(8) {
         let key: [*const f32; 8] = std::array::from_fn(|i| keys[j + i]);
         let mut acc = [_mm512_setzero_ps(); 8];
         // SAFETY: keys have `dim` numbers, `packed` as many lines.
         unsafe {
+            if begun {
+                acc = std::array::from_fn(|i| _mm512_load_ps(scores.add(j + i).cast()));
+            }
             for d in 0..dim {
+                if d % 16 == 0 {
+                    ahead.step();
+                }
                 let q = _mm512_load_ps(packed.add(d).cast());
                 for (acc, key) in acc.iter_mut().zip(key) {
                     *acc = _mm512_fmadd_ps(_mm512_set1_ps(*key.add(d)), q, *acc);
@@ -139,7 +156,14 @@ unsafe fn corner<const Q: usize, const D: usize>(
 
 /// Sums stand as [lanes, `dim`].
 #[target_feature(enable = "avx512f")]
-unsafe fn absorb(weights: *const f32, values: &[*const f32], dim: usize, shrink: __m512, lanes: usize, sums: *mut f32) {
+unsafe fn absorb(
+    weights: *const f32,
+    values: &[*const f32],
+    dim: usize,
+    shrink: __m512,
+    lanes: Range<usize>,
+    sums: *mut f32,
+) {
     let mut factors = Line([0.0; LANES]);
     // SAFETY: the caller's; corners stay within `lanes` and `dim`.
     unsafe {
@@ -147,10 +171,10 @@ unsafe fn absorb(weights: *const f32, values: &[*const f32], dim: usize, shrink:
         let mut column = 0;
         while column < dim {
             let wide = if dim - column >= 4 * LANES { 4 } else { 1 };
-            let mut q = 0;
-            while q < lanes {
+            let mut q = lanes.start;
+            while q < lanes.end {
                 let (w, f, s) = (weights.add(q), &factors.0[q..], sums.add(q * dim));
-                q += match (lanes - q, wide) {
+                q += match (lanes.end - q, wide) {
                     (1, 4) => (corner::<1, 4>(w, values, column, f, s, dim), 1).1,
                     (2, 4) => (corner::<2, 4>(w, values, column, f, s, dim), 2).1,
                     (3, 4) => (corner::<3, 4>(w, values, column, f, s, dim), 3).1,
@@ -179,6 +203,10 @@ impl<E: Source> Kernel<E> for Floats {
         (dim, E::COPIES * BLOCK * dim / LANES)
     }
 
+    fn steps(dim: usize) -> (usize, usize) {
+        (0, BLOCK / 8 * dim / 16)
+    }
+
     unsafe fn begin() {}
 
     unsafe fn end() {}
@@ -188,13 +216,24 @@ impl<E: Source> Kernel<E> for Floats {
         unsafe { pack(queries, dim, packed) }
     }
 
-    unsafe fn take(block: &mut Block<E>, dim: usize, shared: *mut Line) {
+    unsafe fn take(block: &mut Block<E>, dim: usize, shared: *mut Line, _ahead: &mut Ahead<E>) {
         unsafe { E::take(block, dim, shared) }
     }
 
-    unsafe fn scores(packed: *const Line, block: &Block<E>, dim: usize, shared: *const Line, out: *mut Line) {
-        let keys = E::rows(&block.keys, dim, shared);
-        unsafe { scores(packed, &keys, block.count.next_multiple_of(8), dim, out) }
+    unsafe fn scores(
+        packed: *const Line,
+        blocks: &[Block<E>],
+        dim: usize,
+        shared: *const Line,
+        out: *mut Line,
+        ahead: &mut Ahead<E>,
+    ) {
+        let (query_lines, shared_lines) = <Self as Kernel<E>>::lines(dim);
+        for (h, block) in blocks.iter().enumerate() {
+            let keys = E::rows(&block.keys, dim, shared.wrapping_add(h * shared_lines));
+            let n = block.count.next_multiple_of(<Self as Kernel<E>>::STEP);
+            unsafe { scores(packed.add(h * query_lines), &keys, n, dim, h > 0, out, ahead) }
+        }
     }
 
     unsafe fn weigh(scores: *mut Line, n: usize, factor: f32, running: &mut Running) -> Shrink {
@@ -207,8 +246,9 @@ impl<E: Source> Kernel<E> for Floats {
         dim: usize,
         shared: *const Line,
         shrink: Shrink,
-        lanes: usize,
+        lanes: Range<usize>,
         sums: *mut Line,
+        _ahead: &mut Ahead<E>,
     ) {
         unsafe {
             let values = E::rows(&block.values, dim, shared.add(E::COPIES / 2 * BLOCK * dim / LANES));

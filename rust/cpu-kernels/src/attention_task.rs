@@ -53,7 +53,7 @@ impl Path {
     }
 }
 
-/// One row, a tile of its query tokens, and one KV head. The sizes have been checked (`attention::check`).
+/// One row, a tile of its query tokens, and some neighbouring KV heads. The sizes have been checked (`attention::check`).
 pub(crate) struct Task<'a, E> {
     pub query: &'a [f32],
     pub heads: usize,
@@ -66,20 +66,31 @@ pub(crate) struct Task<'a, E> {
     /// Packed tokens of the tile: `start..end`.
     pub start: usize,
     pub end: usize,
+    /// The first KV head, and how many there are.
     pub kv_head: usize,
+    pub span: usize,
 }
 
 impl<E: Stored> Task<'_, E> {
-    pub fn run(&self, path: Path, out: Shared) {
+    /// `after`: what this thread does next, as far as one can tell.
+    pub fn run(&self, path: Path, after: Option<&Self>, out: Shared) {
         match path {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `Path::best` found the instructions, here and below.
-            Path::Avx2 => unsafe { self.avx2(out) },
+            Path::Avx512 => unsafe { attention_groups::run::<E, Floats>(self, after, out) },
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => unsafe { attention_groups::run::<E, Floats>(self, out) },
-            #[cfg(target_arch = "x86_64")]
-            Path::Amx => unsafe { attention_groups::run::<E, E::Matrix>(self, out) },
-            _ => self.by_query::<false>(out),
+            Path::Amx => unsafe { attention_groups::run::<E, E::Matrix>(self, after, out) },
+            _ => {
+                for head in 0..self.span {
+                    let one = Task { kv_head: self.kv_head + head, span: 1, ..*self };
+                    match path {
+                        #[cfg(target_arch = "x86_64")]
+                        // SAFETY: as above.
+                        Path::Avx2 => unsafe { one.avx2(out) },
+                        _ => one.by_query::<false>(out),
+                    }
+                }
+            }
         }
     }
 
@@ -89,18 +100,19 @@ impl<E: Stored> Task<'_, E> {
         self.by_query::<true>(out);
     }
 
-    /// A (token, head) pair of the tile: heads of a token are neighbours.
+    /// The token of a (token, head) pair of the tile and a KV head: heads of a token are neighbours.
     pub fn token(&self, pair: usize) -> usize {
         self.start + pair / self.group
     }
 
-    pub fn head(&self, pair: usize) -> usize {
-        self.kv_head * self.group + pair % self.group
+    /// The query head of a pair of the task's `kv`th KV head.
+    pub fn head(&self, kv: usize, pair: usize) -> usize {
+        (self.kv_head + kv) * self.group + pair % self.group
     }
 
     /// Where a pair's numbers begin in the query and in the output.
-    pub fn offset(&self, pair: usize) -> usize {
-        (self.token(pair) * self.heads + self.head(pair)) * self.pages.head_dim
+    pub fn offset(&self, kv: usize, pair: usize) -> usize {
+        (self.token(pair) * self.heads + self.head(kv, pair)) * self.pages.head_dim
     }
 
     /// A token's place in its row.
@@ -127,7 +139,7 @@ impl<E: Stored> Task<'_, E> {
         (first, self.index(self.end))
     }
 
-    /// The task a query at a time; `AVX2` only where the caller was compiled for it and the head size is a multiple of 8.
+    /// The task, of one KV head, a query at a time; `AVX2` only where the caller was compiled for it and the head size is a multiple of 8.
     #[inline(always)]
     fn by_query<const AVX2: bool>(&self, out: Shared) {
         let dim = self.pages.head_dim;
@@ -154,7 +166,7 @@ impl<E: Stored> Task<'_, E> {
                 if self.rows.ancestors.is_none() && at > self.index(token) {
                     continue;
                 }
-                let query = &self.query[self.offset(q)..][..dim];
+                let query = &self.query[self.offset(0, q)..][..dim];
                 let target = &mut acc[q * dim..][..dim];
                 #[cfg(target_arch = "x86_64")]
                 if AVX2 {
@@ -174,11 +186,11 @@ impl<E: Stored> Task<'_, E> {
         for q in 0..queries {
             let mut total = sum[q];
             if let Some(sinks) = self.options.sinks {
-                total += (sinks[self.head(q)] - maximum[q]).exp(); // of either sign: a sink may be above every score
+                total += (sinks[self.head(0, q)] - maximum[q]).exp(); // of either sign: a sink may be above every score
             }
             let factor = if total > 0.0 { 1.0 / total } else { 0.0 };
             // SAFETY: tokens of a tile and heads of a KV head belong to this task alone; `check` proved the length.
-            let target = unsafe { std::slice::from_raw_parts_mut(out.0.add(self.offset(q)), dim) };
+            let target = unsafe { std::slice::from_raw_parts_mut(out.0.add(self.offset(0, q)), dim) };
             for (o, a) in target.iter_mut().zip(&acc[q * dim..][..dim]) {
                 *o = a * factor;
             }

@@ -253,7 +253,7 @@ impl Decoder {
         let shape = self.shape.clone();
         let tokens = step.slots.len();
         self.check(hidden, step)?;
-        self.tasks.refill(step.rows.query_start, shape.heads, shape.kv_heads)?;
+        self.tasks.refill(step.rows.query_start, shape.heads, shape.kv_heads, team.size())?;
         let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let all = width + 2 * kv_width;
         self.fit(tokens, width, all);

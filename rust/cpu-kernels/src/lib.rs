@@ -10,9 +10,13 @@ mod attention_amx;
 #[cfg(target_arch = "x86_64")]
 mod attention_avx512;
 #[cfg(target_arch = "x86_64")]
+mod attention_blocks;
+#[cfg(target_arch = "x86_64")]
 mod attention_f32;
 #[cfg(target_arch = "x86_64")]
 mod attention_groups;
+#[cfg(target_arch = "x86_64")]
+mod attention_sight;
 mod attention_task;
 #[cfg(target_arch = "x86_64")]
 mod avx2;

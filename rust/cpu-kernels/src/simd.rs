@@ -46,7 +46,7 @@ pub fn amx_ready() -> bool {
 
 /// Ask for huge pages under `bytes` from `at` on: a wish, whatever comes of it.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-pub(crate) fn want_huge_pages(at: *const u8, bytes: usize) {
+pub fn want_huge_pages(at: *const u8, bytes: usize) {
     const MADVISE: i64 = 28;
     const MADV_HUGEPAGE: i64 = 14;
     const PAGE: usize = 4096;

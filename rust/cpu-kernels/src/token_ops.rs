@@ -223,7 +223,7 @@ unsafe fn heads_body<E: Element>(
         unsafe {
             let query = std::slice::from_raw_parts_mut(target.query.add(token * width), width);
             for (from, to) in row[..width].chunks_exact(dim).zip(query.chunks_exact_mut(dim)) {
-                turn(from, heads.layer.query_norm.as_deref(), heads.eps, cos, sin, |i, v| to[i] = v);
+                turn(from, heads.layer.query_norm.as_deref(), heads.eps, cos, sin, to);
             }
             let slot = slots[token];
             if slot < 0 {
@@ -233,7 +233,7 @@ unsafe fn heads_body<E: Element>(
             let at = slot / pages.block_size * pages.page_stride + slot % pages.block_size * kv_width;
             let keys = std::slice::from_raw_parts_mut(target.storage.add(at + pages.key_offset), kv_width);
             for (from, to) in row[width..][..kv_width].chunks_exact(dim).zip(keys.chunks_exact_mut(dim)) {
-                turn(from, heads.layer.key_norm.as_deref(), heads.eps, cos, sin, |i, v| to[i] = E::from_f32(v));
+                turn(from, heads.layer.key_norm.as_deref(), heads.eps, cos, sin, to);
             }
             let values = std::slice::from_raw_parts_mut(target.storage.add(at + pages.value_offset), kv_width);
             values.iter_mut().zip(&row[width + kv_width..]).for_each(|(o, v)| *o = E::from_f32(*v));
@@ -244,28 +244,35 @@ unsafe fn heads_body<E: Element>(
 /// One head: norm, if it has one, then x cos + (x with its halves swapped, the first negated) sin on the rotary part
 /// (Su et al., 2021, arXiv:2104.09864, in the halves form that checkpoints of transformers have).
 #[inline(always)]
-fn turn(from: &[f32], weight: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32], mut put: impl FnMut(usize, f32)) {
-    let mut normed = [0.0f32; MAX_HEAD];
-    let from = match weight {
-        None => from,
+fn turn<E: Element>(from: &[f32], weight: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32], to: &mut [E]) {
+    match weight {
+        None => rotate(from, cos, sin, to),
         Some(weight) => {
+            let mut normed = [0.0f32; MAX_HEAD];
+            let normed = &mut normed[..from.len()];
             let factor = factor(from, eps);
             for ((n, v), w) in normed.iter_mut().zip(from).zip(weight) {
                 *n = v * factor * w;
             }
-            &normed[..from.len()]
+            rotate(normed, cos, sin, to);
         }
-    };
+    }
+}
+
+#[inline(always)]
+fn rotate<E: Element>(from: &[f32], cos: &[f32], sin: &[f32], to: &mut [E]) {
     let half = cos.len() / 2;
     let (low, high) = (&from[..half], &from[half..2 * half]);
-    for i in 0..half {
-        put(i, low[i] * cos[i] - high[i] * sin[i]);
+    let (to, rest) = to.split_at_mut(2 * half);
+    let (to_low, to_high) = to.split_at_mut(half);
+    for ((((to, a), b), c), s) in to_low.iter_mut().zip(low).zip(high).zip(&cos[..half]).zip(&sin[..half]) {
+        *to = E::from_f32(a * c - b * s);
     }
-    for i in 0..half {
-        put(half + i, high[i] * cos[half + i] + low[i] * sin[half + i]);
+    for ((((to, a), b), c), s) in to_high.iter_mut().zip(high).zip(low).zip(&cos[half..]).zip(&sin[half..]) {
+        *to = E::from_f32(a * c + b * s);
     }
-    for (i, v) in from.iter().enumerate().skip(2 * half) {
-        put(i, *v);
+    for (to, v) in rest.iter_mut().zip(&from[2 * half..]) {
+        *to = E::from_f32(*v);
     }
 }
 

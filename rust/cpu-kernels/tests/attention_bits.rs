@@ -165,8 +165,8 @@ fn tasks_may_be_run_by_any_threads_in_any_order() {
     let rows = case.rows(None, &[]);
     let mut want = vec![0.0; case.query.len()];
     forward(&case.query, case.heads, &storage, &case.pages, &rows, &options, &mut want).unwrap();
-    let mut tasks = Tasks::new(&[0, 1], 4, 2).unwrap();
-    tasks.refill(rows.query_start, case.heads, case.pages.kv_heads).unwrap();
+    let mut tasks = Tasks::new(&[0, 1], 4, 2, 1).unwrap();
+    tasks.refill(rows.query_start, case.heads, case.pages.kv_heads, 1).unwrap();
     let mut out = vec![0.0; case.query.len()];
     let prepared =
         Prepared::new(&tasks, &case.query, case.heads, &storage, &case.pages, &rows, &options, &mut out).unwrap();
@@ -195,14 +195,14 @@ fn tasks_of_other_rows_are_refused() {
     let rows = case.rows(None, &[]);
     let mut out = vec![0.0; case.query.len()];
     for (query_start, heads) in [(&[0, 4][..], 4), (&[0, 5], 6)] {
-        let tasks = Tasks::new(query_start, heads, 2).unwrap();
+        let tasks = Tasks::new(query_start, heads, 2, 1).unwrap();
         let made =
             Prepared::new(&tasks, &case.query, case.heads, &case.storage, &case.pages, &rows, &options, &mut out);
         assert!(made.is_err());
     }
-    assert!(Tasks::new(&[0, 5, 3], 4, 2).is_err());
-    assert!(Tasks::new(&[-1, 5], 4, 2).is_err());
-    assert!(Tasks::new(&[], 4, 2).is_err());
-    assert!(Tasks::new(&[0, 5], 3, 2).is_err());
-    assert!(Tasks::new(&[0, 5], 3, 0).is_err());
+    assert!(Tasks::new(&[0, 5, 3], 4, 2, 1).is_err());
+    assert!(Tasks::new(&[-1, 5], 4, 2, 1).is_err());
+    assert!(Tasks::new(&[], 4, 2, 1).is_err());
+    assert!(Tasks::new(&[0, 5], 3, 2, 1).is_err());
+    assert!(Tasks::new(&[0, 5], 3, 0, 1).is_err());
 }

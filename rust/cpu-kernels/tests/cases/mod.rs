@@ -146,16 +146,24 @@ impl Case {
         self.kernel_of(half, path, options, &self.rows(ancestors, &[]), &self.query)
     }
 
-    /// The same for other rows over the same pages.
+    /// The same for other rows over the same pages; KV heads each in a task and all in one must give the same bits.
     pub fn kernel_of(&self, half: bool, path: Path, options: &Options<'_>, rows: &Rows<'_>, query: &[f32]) -> Vec<f32> {
-        let mut out = vec![7.0; query.len()];
-        let tasks = Tasks::new(rows.query_start, self.heads, self.pages.kv_heads).unwrap();
-        if half {
-            let storage: Vec<u16> = self.storage.iter().map(|v| u16::from_f32(*v)).collect();
-            run(&tasks, query, self.heads, &storage, &self.pages, rows, options, path, &mut out);
-        } else {
-            run(&tasks, query, self.heads, &self.storage, &self.pages, rows, options, path, &mut out);
+        let mut out = [vec![7.0; query.len()], vec![7.0; query.len()]];
+        for (out, together) in out.iter_mut().zip([false, true]) {
+            let mut tasks = Tasks::default();
+            tasks.cut(rows.query_start, self.heads, self.pages.kv_heads, 1 + query.len() % 3, together).unwrap();
+            if half {
+                let storage: Vec<u16> = self.storage.iter().map(|v| u16::from_f32(*v)).collect();
+                run(&tasks, query, self.heads, &storage, &self.pages, rows, options, path, out);
+            } else {
+                run(&tasks, query, self.heads, &self.storage, &self.pages, rows, options, path, out);
+            }
         }
+        let [apart, out] = out;
+        assert!(
+            apart.iter().zip(&out).all(|(a, b)| a.to_bits() == b.to_bits()),
+            "{path:?}: KV heads together or apart"
+        );
         out
     }
 
