@@ -69,9 +69,9 @@ macro_rules! multiply {
 impl Kernel<u16> for Tiles {
     const STEP: usize = WIDE;
 
-    /// Shared: interleaved values, then keys that had to be copied together.
-    fn lines(dim: usize) -> (usize, usize) {
-        (dim / 2, 2 * BLOCK * dim / 32)
+    /// Of keys those that had to be copied together, and interleaved values.
+    fn lines(dim: usize) -> [usize; 3] {
+        [dim / 2, BLOCK * dim / 32, BLOCK * dim / 32]
     }
 
     fn steps(dim: usize) -> (usize, usize) {
@@ -93,18 +93,19 @@ impl Kernel<u16> for Tiles {
         unsafe { pack(queries, dim, packed) }
     }
 
-    unsafe fn take(block: &mut Block<u16>, dim: usize, shared: *mut Line, ahead: &mut Ahead<u16>) {
-        unsafe {
-            interleave(block, dim, shared, ahead);
-            together(block, dim, shared.add(BLOCK * dim / 32).cast());
-        }
+    unsafe fn take_keys(block: &mut Block<u16>, dim: usize, keys: *mut Line) {
+        unsafe { together(block, dim, keys.cast()) }
+    }
+
+    unsafe fn take_values(block: &Block<u16>, dim: usize, values: *mut Line, ahead: &mut Ahead<u16>) {
+        unsafe { interleave(block, dim, values, ahead) }
     }
 
     unsafe fn scores(
         packed: *const Line,
         blocks: &[Block<u16>],
         dim: usize,
-        _shared: *const Line,
+        _keys: *const Line,
         out: *mut Line,
         ahead: &mut Ahead<u16>,
     ) {
@@ -119,7 +120,7 @@ impl Kernel<u16> for Tiles {
         scores: *const Line,
         block: &Block<u16>,
         dim: usize,
-        shared: *const Line,
+        values: *const Line,
         shrink: Shrink,
         lanes: Range<usize>,
         sums: *mut Line,
@@ -129,7 +130,7 @@ impl Kernel<u16> for Tiles {
             if shrink.1 != 0 {
                 dampen(sums, dim, shrink.0, &lanes);
             }
-            absorb(scores.add(BLOCK), shared, block.count.div_ceil(WIDE), dim / LANES, sums, ahead);
+            absorb(scores.add(BLOCK), values, block.count.div_ceil(WIDE), dim / LANES, sums, ahead);
         }
     }
 

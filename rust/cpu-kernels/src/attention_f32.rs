@@ -13,21 +13,21 @@ pub struct Floats;
 
 /// How stored numbers become rows of float32.
 pub trait Source: Sized {
-    /// Copies of a block: none, or keys and values.
-    const COPIES: usize;
-    /// Copy a block's keys and values to `to`, if they must be.
+    /// Whether rows must be copied.
+    const COPIED: bool;
+    /// Copy rows of a block to `to`, if they must be.
     ///
     /// # Safety
     /// AVX-512; rows hold `dim` numbers, a multiple of 16; `to` holds the copies.
-    unsafe fn take(block: &Block<Self>, dim: usize, to: *mut Line);
-    /// Where the rows are now, `copies` being where this half of them went.
+    unsafe fn take(rows: &[*const Self], dim: usize, to: *mut Line);
+    /// Where the rows are now, `copies` being where they went.
     fn rows(stored: &[*const Self; BLOCK], dim: usize, copies: *const Line) -> [*const f32; BLOCK];
 }
 
 impl Source for f32 {
-    const COPIES: usize = 0;
+    const COPIED: bool = false;
 
-    unsafe fn take(_block: &Block<f32>, _dim: usize, _to: *mut Line) {}
+    unsafe fn take(_rows: &[*const f32], _dim: usize, _to: *mut Line) {}
 
     #[inline(always)]
     fn rows(stored: &[*const f32; BLOCK], _dim: usize, _copies: *const Line) -> [*const f32; BLOCK] {
@@ -36,15 +36,11 @@ impl Source for f32 {
 }
 
 impl Source for u16 {
-    const COPIES: usize = 2;
+    const COPIED: bool = true;
 
-    unsafe fn take(block: &Block<u16>, dim: usize, to: *mut Line) {
-        let count = block.count.next_multiple_of(8);
+    unsafe fn take(rows: &[*const u16], dim: usize, to: *mut Line) {
         // SAFETY: the caller's.
-        unsafe {
-            widen(&block.keys[..count], dim, to);
-            widen(&block.values[..count], dim, to.add(BLOCK * dim / LANES));
-        }
+        unsafe { widen(rows, dim, to) };
     }
 
     #[inline(always)]
@@ -199,8 +195,9 @@ unsafe fn give(sums: *const f32, dim: usize, factor: f32, out: *mut f32) {
 impl<E: Source> Kernel<E> for Floats {
     const STEP: usize = 8;
 
-    fn lines(dim: usize) -> (usize, usize) {
-        (dim, E::COPIES * BLOCK * dim / LANES)
+    fn lines(dim: usize) -> [usize; 3] {
+        let copies = usize::from(E::COPIED) * BLOCK * dim / LANES;
+        [dim, copies, copies]
     }
 
     fn steps(dim: usize) -> (usize, usize) {
@@ -216,21 +213,25 @@ impl<E: Source> Kernel<E> for Floats {
         unsafe { pack(queries, dim, packed) }
     }
 
-    unsafe fn take(block: &mut Block<E>, dim: usize, shared: *mut Line, _ahead: &mut Ahead<E>) {
-        unsafe { E::take(block, dim, shared) }
+    unsafe fn take_keys(block: &mut Block<E>, dim: usize, keys: *mut Line) {
+        unsafe { E::take(&block.keys[..block.count.next_multiple_of(8)], dim, keys) }
+    }
+
+    unsafe fn take_values(block: &Block<E>, dim: usize, values: *mut Line, _ahead: &mut Ahead<E>) {
+        unsafe { E::take(&block.values[..block.count], dim, values) }
     }
 
     unsafe fn scores(
         packed: *const Line,
         blocks: &[Block<E>],
         dim: usize,
-        shared: *const Line,
+        keys: *const Line,
         out: *mut Line,
         ahead: &mut Ahead<E>,
     ) {
-        let (query_lines, shared_lines) = <Self as Kernel<E>>::lines(dim);
+        let [query_lines, key_lines, _] = <Self as Kernel<E>>::lines(dim);
         for (h, block) in blocks.iter().enumerate() {
-            let keys = E::rows(&block.keys, dim, shared.wrapping_add(h * shared_lines));
+            let keys = E::rows(&block.keys, dim, keys.wrapping_add(h * key_lines));
             let n = block.count.next_multiple_of(<Self as Kernel<E>>::STEP);
             unsafe { scores(packed.add(h * query_lines), &keys, n, dim, h > 0, out, ahead) }
         }
@@ -244,14 +245,14 @@ impl<E: Source> Kernel<E> for Floats {
         scores: *const Line,
         block: &Block<E>,
         dim: usize,
-        shared: *const Line,
+        values: *const Line,
         shrink: Shrink,
         lanes: Range<usize>,
         sums: *mut Line,
         _ahead: &mut Ahead<E>,
     ) {
         unsafe {
-            let values = E::rows(&block.values, dim, shared.add(E::COPIES / 2 * BLOCK * dim / LANES));
+            let values = E::rows(&block.values, dim, values);
             absorb(scores.cast(), &values[..block.count], dim, shrink.0, lanes, sums.cast());
         }
     }

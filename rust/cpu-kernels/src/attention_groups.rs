@@ -22,24 +22,25 @@ use crate::attention_task::Task;
 pub trait Kernel<E> {
     /// Lines of scores are computed in multiples of this, a divisor of `BLOCK` and a multiple of 4.
     const STEP: usize;
-    /// Lines of packed queries of one group, and of what is made of a block for all groups.
-    fn lines(dim: usize) -> (usize, usize);
-    /// Steps of `Ahead` in a whole block: those of `take`, and those of `scores` and `absorb`, both of one KV head.
+    /// Lines of packed queries of one group, and of what is made of a block's keys and of its values.
+    fn lines(dim: usize) -> [usize; 3];
+    /// Steps of `Ahead` in a whole block: those of `take_values`, and those of `scores` and `absorb`, both of one KV head.
     fn steps(dim: usize) -> (usize, usize);
     /// Before a task, and after it.
     unsafe fn begin();
     unsafe fn end();
     /// Queries into `packed`, of each lane `dim` numbers.
     unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line);
-    /// What is done with a block once for all groups.
-    unsafe fn take(block: &mut Block<E>, dim: usize, shared: *mut Line, ahead: &mut Ahead<E>);
+    /// What is done with a block once for all groups of a KV head.
+    unsafe fn take_keys(block: &mut Block<E>, dim: usize, keys: *mut Line);
+    unsafe fn take_values(block: &Block<E>, dim: usize, values: *mut Line, ahead: &mut Ahead<E>);
     /// `n` lines of raw scores, `n` being a block's count rounded up to `STEP`; those past the count may be anything. Of
     /// several KV heads the sum: their packed queries and what was made of their blocks stand one after the other.
     unsafe fn scores(
         packed: *const Line,
         blocks: &[Block<E>],
         dim: usize,
-        shared: *const Line,
+        keys: *const Line,
         scores: *mut Line,
         ahead: &mut Ahead<E>,
     );
@@ -51,7 +52,7 @@ pub trait Kernel<E> {
         scores: *const Line,
         block: &Block<E>,
         dim: usize,
-        shared: *const Line,
+        values: *const Line,
         shrink: Shrink,
         lanes: Range<usize>,
         sums: *mut Line,
@@ -94,9 +95,9 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
     // KV heads that share a group, and groups of each such set.
     let share = (LANES / pairs).clamp(1, task.span);
     let each = pairs.div_ceil(LANES);
-    let (query_lines, shared_lines) = K::lines(dim);
+    let [query_lines, key_lines, value_lines] = K::lines(dim);
     let zeros = (task.span * dim).div_ceil(LANES);
-    let needed = each * task.span * (query_lines + dim) + 2 * BLOCK + share * shared_lines + zeros;
+    let needed = each * task.span * (query_lines + dim) + 2 * BLOCK + share * key_lines + value_lines + zeros;
     SCRATCH.with_borrow_mut(|lines| {
         lines.resize(needed.max(lines.len()), Line([0.0; LANES]));
         let queries = lines.as_mut_ptr();
@@ -104,8 +105,9 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
         unsafe {
             let all_sums = queries.add(each * task.span * query_lines);
             let scores = all_sums.add(each * task.span * dim);
-            let shared = scores.add(2 * BLOCK);
-            let zero = shared.add(share * shared_lines);
+            let keys = scores.add(2 * BLOCK);
+            let values = keys.add(share * key_lines);
+            let zero = values.add(value_lines);
             zero.write_bytes(0, zeros);
             all_sums.write_bytes(0, each * task.span * dim);
             let zero = zero.cast_const();
@@ -154,7 +156,10 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
                     let (head, heads) = (set[0].head, set[0].heads);
                     for (h, block) in blocks[..heads].iter_mut().enumerate() {
                         *block = now.beside((head + h) * dim);
-                        K::take(block, dim, shared.add(h * shared_lines), &mut ahead);
+                        K::take_keys(block, dim, keys.add(h * key_lines));
+                    }
+                    if heads == 1 {
+                        K::take_values(&blocks[0], dim, values, &mut ahead); // for all groups
                     }
                     for (g, group) in set.iter_mut().enumerate() {
                         if group.sight.nothing(at) {
@@ -162,7 +167,7 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
                         }
                         let first_place = place(head, g, heads, 0);
                         let queries = queries.add(first_place * query_lines);
-                        K::scores(queries, &blocks[..heads], dim, shared, scores, &mut ahead);
+                        K::scores(queries, &blocks[..heads], dim, keys, scores, &mut ahead);
                         let n = now.count.next_multiple_of(K::STEP);
                         let mut factor = task.options.scale * std::f32::consts::LOG2_E;
                         if let Some(cap) = task.options.softcap {
@@ -175,8 +180,10 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
                         let shrink = K::weigh(scores, n, factor, &mut group.running);
                         for (h, block) in blocks[..heads].iter().enumerate() {
                             let sums = all_sums.add((first_place + h) * dim);
-                            let (shared, lanes) = (shared.add(h * shared_lines), group.lanes(h));
-                            K::absorb(scores, block, dim, shared, shrink, lanes, sums, &mut ahead);
+                            if heads > 1 {
+                                K::take_values(block, dim, values, &mut ahead);
+                            }
+                            K::absorb(scores, block, dim, values, shrink, group.lanes(h), sums, &mut ahead);
                         }
                     }
                 }
