@@ -69,11 +69,35 @@ struct Group {
     heads: usize,
     /// Of each of them these (token, head) pairs, one lane each.
     pairs: Range<usize>,
+    /// Its queries and sums of its first KV head stand here, those of the others behind.
+    place: usize,
     sight: Sight,
     running: Running,
 }
 
 impl Group {
+    /// All groups of a task, `share` KV heads in each as long as there are so many.
+    #[target_feature(enable = "avx512f")]
+    fn all<E: Stored>(task: &Task<'_, E>, share: usize) -> Vec<Self> {
+        let pairs = (task.end - task.start) * task.group;
+        let mut groups = Vec::with_capacity(pairs.div_ceil(LANES) * task.span.div_ceil(share));
+        let mut place = 0;
+        for head in (0..task.span).step_by(share) {
+            let heads = share.min(task.span - head);
+            for start in (0..pairs).step_by(LANES) {
+                let pairs = start..pairs.min(start + LANES);
+                // Lanes without a query do as the last pair does.
+                let of_lanes = std::array::from_fn(|lane| {
+                    if lane < heads * pairs.len() { start + lane % pairs.len() } else { pairs.end - 1 }
+                });
+                let (sight, running) = (Sight::new(task, &of_lanes), Running::new());
+                groups.push(Self { head, heads, pairs, place, sight, running });
+                place += heads;
+            }
+        }
+        groups
+    }
+
     /// The lanes of its `h`th KV head.
     fn lanes(&self, h: usize) -> Range<usize> {
         h * self.pairs.len()..(h + 1) * self.pairs.len()
@@ -112,27 +136,14 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
             all_sums.write_bytes(0, each * task.span * dim);
             let zero = zero.cast_const();
             K::begin();
-            let mut groups: Vec<Group> = Vec::with_capacity(each * task.span.div_ceil(share));
-            // Where group `g` of a set that begins at KV head `head` keeps what it keeps of its `h`th KV head.
-            let place = |head: usize, g: usize, heads: usize, h: usize| head * each + g * heads + h;
-            for head in (0..task.span).step_by(share) {
-                let heads = share.min(task.span - head);
-                for g in 0..each {
-                    let range = g * LANES..pairs.min((g + 1) * LANES);
-                    for h in 0..heads {
-                        let mut rows = [zero.cast::<f32>(); LANES];
-                        for (i, pair) in range.clone().enumerate() {
-                            rows[h * range.len() + i] = task.query.as_ptr().add(task.offset(head + h, pair));
-                        }
-                        K::pack(&rows, dim, queries.add(place(head, g, heads, h) * query_lines));
+            let mut groups = Group::all(task, share);
+            for group in &groups {
+                for h in 0..group.heads {
+                    let mut rows = [zero.cast::<f32>(); LANES];
+                    for (lane, pair) in group.lanes(h).zip(group.pairs.clone()) {
+                        rows[lane] = task.query.as_ptr().add(task.offset(group.head + h, pair));
                     }
-                    // Lanes without a query do as the last pair does.
-                    let last = range.end - 1;
-                    let of_lanes = std::array::from_fn(|lane| {
-                        if lane < heads * range.len() { range.start + lane % range.len() } else { last }
-                    });
-                    let (sight, running) = (Sight::new(task, &of_lanes), Running::new());
-                    groups.push(Group { head, heads, pairs: range, sight, running });
+                    K::pack(&rows, dim, queries.add((group.place + h) * query_lines));
                 }
             }
             let (first, last) = task.keys();
@@ -161,12 +172,11 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
                     if heads == 1 {
                         K::take_values(&blocks[0], dim, values, &mut ahead); // for all groups
                     }
-                    for (g, group) in set.iter_mut().enumerate() {
+                    for group in set.iter_mut() {
                         if group.sight.nothing(at) {
                             continue; // would change no bit
                         }
-                        let first_place = place(head, g, heads, 0);
-                        let queries = queries.add(first_place * query_lines);
+                        let queries = queries.add(group.place * query_lines);
                         K::scores(queries, &blocks[..heads], dim, keys, scores, &mut ahead);
                         let n = now.count.next_multiple_of(K::STEP);
                         let mut factor = task.options.scale * std::f32::consts::LOG2_E;
@@ -179,7 +189,7 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
                         }
                         let shrink = K::weigh(scores, n, factor, &mut group.running);
                         for (h, block) in blocks[..heads].iter().enumerate() {
-                            let sums = all_sums.add((first_place + h) * dim);
+                            let sums = all_sums.add((group.place + h) * dim);
                             if heads > 1 {
                                 K::take_values(block, dim, values, &mut ahead);
                             }
@@ -191,9 +201,9 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
                 at += BLOCK;
             }
             K::end();
-            for (i, group) in groups.iter().enumerate() {
+            for group in &groups {
                 for h in 0..group.heads {
-                    let sums = all_sums.add(place(group.head, i % each, group.heads, h) * dim);
+                    let sums = all_sums.add((group.place + h) * dim);
                     finish::<E, K>(task, group, h, sums, out);
                 }
             }
