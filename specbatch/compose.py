@@ -5,16 +5,16 @@ Knows every layer below the command line; owns none of their work.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from specbatch import __version__
+from specbatch.cache import cache_folder
 from specbatch.control.controller import Controller, ControllerOptions, FixedPolicy, Policy
 from specbatch.control.cost_model import AffineCost, CostCache, StepCost, roofline
 from specbatch.control.profiler import profile
@@ -124,14 +124,8 @@ def cost_key(parts: EngineParts) -> dict[str, str]:
         "k": str(plan.max_speculative_tokens),
         "block_size": str(plan.layout.block_size),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }
-
-
-def cache_folder() -> Path:
-    """Where measurements are kept between runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "specbatch"
 
 
 def assumed_costs(plan: EnginePlan) -> AffineCost:

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "specbatch"
 MODULES = {".".join(("specbatch", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
 
 # What every layer may use. All other modules at the top face people: they may import the job, not the other way round.
-SHARED = {"__init__", "errors", "requests", "sampling_params", "engine_options", "units"}
+SHARED = {"__init__", "errors", "requests", "sampling_params", "engine_options", "units", "cache"}
 FRONT = {p.stem for p in PACKAGE.glob("*.py")} - SHARED
 FORBIDDEN = {
     "control": ("torch", "transformers", "specbatch._core", "specbatch.engine", "specbatch.job", "specbatch.models",

@@ -12,12 +12,12 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from specbatch.cache import write_whole
 
 FORMAT = 1
 
@@ -231,17 +231,7 @@ class CostCache:
             return None
 
     def store(self, key: Mapping[str, str], cost: AffineCost | GridCost) -> Path:
-        """Write whole or not at all: a temporary file in the same folder, flushed, then renamed. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Write whole or not at all. Raises OSError."""
         text = json.dumps({"format": FORMAT, "key": dict(key), "cost": cost.to_json()})
-        handle, name = tempfile.mkstemp(prefix=".cost-", suffix=".tmp", dir=self.folder)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self.path(key))
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(self.path(key), text.encode())
         return self.path(key)

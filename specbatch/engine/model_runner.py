@@ -56,7 +56,7 @@ class ModelRunner:
         packed = self.model.packed
         if packed is not None:
             return packed.logits(packed.hidden(input_ids, metadata), logits_indices)
-        output = self._run(self.model.module, input_ids, metadata, logits_to_keep=logits_indices)
+        output = self._run(self._module, input_ids, metadata, logits_to_keep=logits_indices)
         logits: Tensor = output.logits[0]
         return logits.float()
 
@@ -77,9 +77,15 @@ class ModelRunner:
         """Run packed tokens [T] for their KV alone; returns the last hidden states [T, hidden], without logits."""
         if self.model.packed is not None:
             return self.model.packed.hidden(input_ids, metadata)
-        output = self._run(self.model.module.base_model, input_ids, metadata)
+        output = self._run(self._module.base_model, input_ids, metadata)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    @property
+    def _module(self) -> Any:
+        """Where nothing is packed there is one."""
+        assert self.model.module is not None
+        return self.model.module
 
     def _run(self, module: Any, input_ids: Tensor, metadata: AttentionMetadata, **kwargs: Any) -> Any:
         metadata.plan = None  # of the tensors' last contents, where a caller keeps one metadata over static tensors
@@ -104,7 +110,7 @@ class ModelRunner:
         expected = list(range(self.model.shape.num_layers))
         if called != expected:
             raise RuntimeError(
-                f"{type(self.model.module).__name__} attended through specbatch in layers {called}, not in {expected}: "
+                f"{type(self._module).__name__} attended through specbatch in layers {called}, not in {expected}: "
                 "it cannot run on paged KV"
             )
         self._wiring_checked = True

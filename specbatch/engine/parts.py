@@ -6,6 +6,7 @@ The only place that decides which class serves; the loop just uses them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from specbatch.engine.decode_graphs import DecodeGraphs
 from specbatch.engine.graphs import Capturer, CudaCapturer, GraphRunner
 from specbatch.engine.kv_cache import PagedKVCache
 from specbatch.engine.model_runner import ModelRunner
-from specbatch.engine.packing import can_pack, pack
+from specbatch.engine.packing import can_pack, load_for_cpu
 from specbatch.engine.plan import EnginePlan
 from specbatch.engine.row_params import RowParams
 from specbatch.engine.sampling_state import SamplingState
@@ -110,10 +111,10 @@ def load_models(plan: EnginePlan, options: EngineOptions) -> Models:
     """Load target and draft, packed where that serves. Raises what loading raises, InternalError for a panic in Rust."""
 
     def load(path: str, choice: BackendChoice) -> tuple[LoadedModel, str]:
-        model = load_model(path, plan.device, plan.dtype)
         if not can_pack(plan.device, options.attention):
-            return model, ""
-        return pack(model, choice.backend, plan.threads, lambda: load_model(path, plan.device, plan.dtype))
+            return load_model(path, plan.device, plan.dtype), ""
+        through_transformers = partial(load_model, path, plan.device, plan.dtype)
+        return load_for_cpu(path, plan.dtype, choice.backend, plan.threads, through_transformers)
 
     attention = backend_for(plan, options, plan.target)
     target, compute = load(plan.model, attention)

@@ -33,3 +33,14 @@ def builtin_paths() -> tuple[Path, Path]:
         if not (folder / "model.safetensors").is_file():
             raise FileNotFoundError(f"the built-in model is missing from this installation: {folder}")
     return pair
+
+
+def builtin_logits(model: str | Path) -> Path | None:
+    """The file with what transformers' layers say of the target or of the draft; None for other models.
+
+    Both are checked against it at every start (engine/proof.py); `examples/builtin/proof.py` writes it.
+    """
+    folder = Path(model).resolve()
+    if folder.parent != (Path(str(files("specbatch.models"))) / "builtin").resolve():
+        return None
+    return folder.parent / "logits" / f"{folder.name}.safetensors"

@@ -17,6 +17,7 @@ from torch import nn
 from specbatch.engine.kv_layout import KVShape
 from specbatch.models import attention_hook
 from specbatch.models.attention_hook import ATTENTION_NAME, LayerContext, StepContext
+from specbatch.models.checkpoint import Checkpoint, has_usual_files
 from specbatch.models.packed import PackedDecoder
 from specbatch.models.shape import count_parameters, rope_type, shape_from_config
 from specbatch.models.support import ModelShape, Support, check_support, model_shape, read_config
@@ -29,7 +30,7 @@ class LoadedModel:
     `module` is called with input_ids [1, T], position_ids [1, T], use_cache=False and logits_to_keep [L].
     """
 
-    module: nn.Module
+    module: nn.Module | None  # None: read straight into packed weights (lean.py), which then are there
     config: Any  # its transformers config
     shape: ModelShape
     support: Support
@@ -68,6 +69,8 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     model_shape(path)  # refuses what cannot be right before anything heavy is imported
     if not list(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} has no *.safetensors files (other weight formats can run code and are not read)")
+    if has_usual_files(path):
+        Checkpoint(path)  # names the file that is missing or damaged
     config = load_config(path)
     attention_hook.register()
     from transformers import AutoModelForCausalLM

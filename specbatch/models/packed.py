@@ -33,7 +33,8 @@ _PARTS = {
 def why_not(model: LoadedModel) -> str | None:
     """The reason why a model cannot run from packed weights; None when it can."""
     config: Any = model.config
-    base: Any = model.module.base_model
+    module: Any = model.module
+    base: Any = module.base_model
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return f"{model.dtype} on {model.device.type}"
     if model.shape.model_type not in MODEL_TYPES:
