@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch import help as pages
 from specbatch.commands import BY_COMMAND, COMMANDS, CommandSpec
 from specbatch.errors import ExitCode, SpecbatchError, UsageError, panics_as_errors
+from specbatch.garbage import lasting_objects
 from specbatch.options import OptionSpec
 from specbatch.streams import SafeStream, printable, silence_broken_streams
 
@@ -63,10 +64,12 @@ def complain(error: SpecbatchError) -> int:
 
 
 def _dispatch(args: list[str]) -> int:
-    import typer
+    with lasting_objects():
+        import typer
 
+        app = build_app()
     try:
-        code = build_app()(args, prog_name="specbatch", standalone_mode=False)
+        code = app(args, prog_name="specbatch", standalone_mode=False)
     except typer.Abort:
         return ExitCode.INTERRUPTED
     except SpecbatchError:

@@ -29,6 +29,7 @@ from specbatch.errors import (
     UsageError,
     panics_as_errors,
 )
+from specbatch.garbage import lasting_objects
 from specbatch.streams import SafeStream, is_smart, printable
 
 _BAD_PATH = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EISDIR)
@@ -86,12 +87,13 @@ def _deaf_to_usr1() -> Iterator[None]:
 
 
 def _run_job(settings: Settings, options: Any, ending: Ending) -> int:
-    from specbatch.job.run import run_job
-    from specbatch.target import make_target
+    with lasting_objects():
+        from specbatch.job.run import run_job
+        from specbatch.target import make_target
 
+        target, make_engine = make_target(options.engine)
     if options.job.restart and not options.view.yes:
         _confirm_restart(options.job.output)
-    target, make_engine = make_target(options.engine)
     with _events(options.view, ending) as events:
         if (line := wording.settings_line(settings)) is not None:
             events.say("settings", line, settings=config.as_dict(settings))

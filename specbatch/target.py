@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from specbatch.engine_options import EngineOptions
 from specbatch.errors import UsageError
+from specbatch.garbage import lasting_objects
 from specbatch.job.options import EngineContext, EngineFactory, Target
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
     from specbatch.models.builtin import builtin_paths
     from specbatch.models.support import model_shape
     from specbatch.models.tokenizer import HFTokenizer
-    from specbatch.models.tokenizer_compare import compare
+    from specbatch.models.tokenizer_compare import compare_folders
 
     own = options.model is not None
     folder = Path(str(options.model)) if own else Path(builtin_paths()[0])
@@ -68,7 +69,8 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
         raise ValueError(f"--max-model-len {options.max_model_len} is beyond the model's {shape.max_model_len} tokens")
     tokenizer = HFTokenizer(folder, chat_template=options.chat_template)
     if options.draft_model:
-        comparison = compare(tokenizer, HFTokenizer(options.draft_model), model_shape(options.draft_model).vocab_size)
+        draft = options.draft_model
+        comparison = compare_folders(folder, draft, model_shape(draft).vocab_size, tokenizer)
         if not comparison.compatible:
             message = f"draft model {options.draft_model} does not fit {folder}: {comparison.reason}"
             raise UsageError(message, hint="use a draft model of the same family")
@@ -80,15 +82,16 @@ def _local_model(options: EngineOptions) -> tuple[Target, EngineFactory]:
     )
 
     def make(context: EngineContext, chosen: EngineOptions) -> BatchEngine:
-        from specbatch.compose import make_engine
-
         resolved = context.resolved.get("dtype")
         if chosen.dtype == "auto" and resolved:
             chosen = replace(chosen, dtype=resolved)  # type: ignore[arg-type]
-        try:
-            return make_engine(chosen, log_decision=context.log_decision, tokenizer=tokenizer, say=context.say)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        with lasting_objects():
+            from specbatch.compose import make_engine
+
+            try:
+                return make_engine(chosen, log_decision=context.log_decision, tokenizer=tokenizer, say=context.say)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
 
     return target, lambda context: _on_devices(options, context, make)
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.backend import AttentionBackend
-from specbatch.cache import cache_folder
 from specbatch.engine.kv_cache import PagedKVCache
 from specbatch.engine.kv_layout import plan_pages
 from specbatch.engine.model_check import TOLERANCE, compare_logits, paged_logits, sample_rows
 from specbatch.engine.model_runner import ModelRunner
-from specbatch.engine.proof import Proof, load_proof, proof_file, store_proof
+from specbatch.engine.proof import Proof, kept_file, known_proof, store_proof
 from specbatch.models.lean import NotPlain, load_plain, plain_config
 from specbatch.models.loading import LoadedModel
-from specbatch.models.packed import PackedDecoder, module_weights, why_not
-from specbatch.models.support import model_shape
+from specbatch.models.packed import PackedDecoder, bfloat16_kernel, module_weights, why_not
 
 _PAGES, _BLOCK_SIZE = 8, 16  # scratch for the comparison
 
@@ -34,11 +32,10 @@ def load_for_cpu(
     ValueError naming the folder or file and the reason.
     """
     try:
-        plain_config(path)
+        plain = plain_config(path)
     except NotPlain:
         return pack(load(), backend, threads, load)
-    file = proof_file(path, dtype, cache_folder())
-    proof = load_proof(file, model_shape(path).vocab_size)
+    proof = known_proof(path, dtype, plain.shape.vocab_size)
     if proof is not None:
         try:
             model = load_plain(path, dtype, threads)
@@ -48,7 +45,7 @@ def load_for_cpu(
             assert model.packed is not None
             return model, model.packed.kernel
         del model  # its memory first
-    return pack(load(), backend, threads, load, keep=lambda proof: store_proof(file, proof))
+    return pack(load(), backend, threads, load, keep=lambda proof: store_proof(kept_file(path, dtype), proof))
 
 
 def is_proved(model: LoadedModel, backend: AttentionBackend, proof: Proof) -> bool:
@@ -90,3 +87,11 @@ def _scratch(model: LoadedModel) -> Tensor:
 def can_pack(device: torch.device, attention: str) -> bool:
     """Packed weights bring their own attention: only where the one asked for is not another."""
     return device.type == "cpu" and attention in ("auto", "cpu")
+
+
+def packed_dtype() -> tuple[torch.dtype, str]:
+    """What "auto" is for packed weights on this processor, and why."""
+    kernel = bfloat16_kernel()
+    if kernel is None:
+        return torch.float32, "this processor multiplies no bfloat16"
+    return torch.bfloat16, f"this processor multiplies it: {kernel}"

@@ -13,10 +13,11 @@ import torch
 
 from specbatch.engine.device import free_memory, resolve_device, resolve_dtype, use_threads
 from specbatch.engine.kv_layout import KVShape, PageLayout, plan_pages
+from specbatch.engine.packing import can_pack, packed_dtype
 from specbatch.engine_options import EngineOptions
+from specbatch.models.packed import MODEL_TYPES
 from specbatch.models.support import ModelShape, model_shape
-from specbatch.models.tokenizer import HFTokenizer
-from specbatch.models.tokenizer_compare import compare
+from specbatch.models.tokenizer_compare import compare_folders
 
 DEFAULT_K = 4  # when a fixed speculator is asked for without a k
 MAX_K = 8  # the most the controller chooses by itself
@@ -96,7 +97,10 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         check_draft(model, draft_model)
     device = resolve_device(options.device)
     threads = use_threads(options.threads) if device.type == "cpu" else torch.get_num_threads()
-    dtype, dtype_reason = resolve_dtype(options.dtype, device, target.hidden_size)
+    if options.dtype == "auto" and target.model_type in MODEL_TYPES and can_pack(device, options.attention):
+        dtype, dtype_reason = packed_dtype()
+    else:
+        dtype, dtype_reason = resolve_dtype(options.dtype, device, target.hidden_size)
     name = str(dtype).removeprefix("torch.")
 
     max_model_len = min(options.max_model_len or target.max_model_len, target.max_model_len)
@@ -178,7 +182,7 @@ def model_paths(options: EngineOptions) -> tuple[str, str | None]:
 
 def check_draft(model: str, draft_model: str) -> None:
     """Refuse a draft whose tokens are not the target's. Raises ValueError naming the first difference."""
-    comparison = compare(HFTokenizer(model), HFTokenizer(draft_model), model_shape(draft_model).vocab_size)
+    comparison = compare_folders(model, draft_model, model_shape(draft_model).vocab_size)
     if not comparison.compatible:
         raise ValueError(f"draft model {draft_model} does not fit {model}: {comparison.reason}")
 

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from specbatch import __version__
-from specbatch.cache import write_whole
+from specbatch.cache import cache_folder, write_whole
 from specbatch.engine.model_check import ROWS
 from specbatch.models.builtin import builtin_logits
 from specbatch.models.checkpoint import Checkpoint, layout
@@ -62,23 +62,23 @@ def store_proof(file: Path, proof: Proof) -> None:
         write_whole(file, content)
 
 
-def proof_file(model: str | Path, dtype: torch.dtype, cache: Path) -> Path:
-    """Where the logits of a model are: in the package for the built-in pair, else in `cache`.
+def known_proof(model: str | Path, dtype: torch.dtype, vocab_size: int) -> Proof | None:
+    """What is known of a model: of the built-in pair from the package, of others from an earlier start.
 
-    The key says how the files are read (config, names and sizes of tensors, versions); what is in them, the logits
-    themselves say. Raises ValueError as reading config and headers does.
+    Raises ValueError as reading config and headers does.
     """
     shipped = builtin_logits(model)
-    if shipped is not None:
-        return shipped
-    key = [
-        FORMAT,
-        str(dtype),
-        __version__,
-        torch.__version__,
-        version("transformers"),
-        read_config(model),
-        layout(Checkpoint(model).tensors),
-    ]
+    proof = load_proof(shipped, vocab_size) if shipped is not None else None
+    return proof or load_proof(kept_file(model, dtype), vocab_size)
+
+
+def kept_file(model: str | Path, dtype: torch.dtype) -> Path:
+    """Where the logits of a model are kept. Raises ValueError as reading config and headers does.
+
+    The key says how the files are read (config, names and sizes of tensors, versions); what is in them, the logits
+    themselves say.
+    """
+    versions = [FORMAT, __version__, torch.__version__, version("transformers")]
+    key = [versions, str(dtype), read_config(model), layout(Checkpoint(model).tensors)]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache / f"logits-{digest[:24]}.safetensors"
+    return cache_folder() / f"logits-{digest[:24]}.safetensors"

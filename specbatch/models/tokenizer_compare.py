@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from specbatch.models.tokenizer import HFTokenizer
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,22 @@ class TokenizerComparison:
     shared: int = 0  # ids both use
     target_only: int = 0  # ids only the target's tokenizer uses
     draft_only: int = 0
+
+
+def compare_folders(
+    target: str | Path, draft: str | Path, draft_vocab_size: int, tokenizer: HFTokenizer | None = None
+) -> TokenizerComparison:
+    """As `compare`, of two folders. Nothing is loaded where they hold the same files. `tokenizer`: the target's, if at hand.
+
+    Raises ValueError as loading a tokenizer does.
+    """
+    if all(_content(Path(target) / name) == _content(Path(draft) / name) for name in _FILES):
+        return TokenizerComparison(True, "both have the same tokenizer files")
+    return compare(tokenizer or HFTokenizer(target), HFTokenizer(draft), draft_vocab_size)
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
 
 
 def compare(target: HFTokenizer, draft: HFTokenizer, draft_vocab_size: int | None = None) -> TokenizerComparison:
