@@ -23,6 +23,7 @@ from specbatch.attention.reference import ReferenceBackend
 from specbatch.attention.registry import AttentionNeeds, backend_names, create_backend
 from specbatch.engine.device import free_memory, resolve_dtype
 from specbatch.engine.graphs import CudaCapturer
+from specbatch.engine.packing import packed_dtype
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 ROWS = ((5, 40), (1, 170), (9, 0), (37, 12))  # (query tokens, context before them): verify, decode, a prompt, a chunk
@@ -172,7 +173,7 @@ def check_speculation(device: str) -> Check:
 
 
 def _report(device: torch.device) -> DeviceReport:
-    dtype, reason = resolve_dtype("auto", device, 1024)
+    dtype, reason = packed_dtype() if device.type == "cpu" else resolve_dtype("auto", device, 1024)
     cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if cuda else None
     return DeviceReport(

@@ -39,7 +39,7 @@ def load_for_cpu(
     if proof is not None:
         try:
             model = load_plain(path, dtype, threads)
-        except (NotPlain, TypeError):  # the second of shapes that the decoder does not know
+        except NotPlain:
             return pack(load(), backend, threads, load)
         if is_proved(model, backend, proof):
             assert model.packed is not None

@@ -126,6 +126,10 @@ def load_plain(path: str | Path, dtype: torch.dtype, threads: int) -> LoadedMode
         cos=vector(cos),
         sin=vector(sin),
     )
+    try:
+        packed = PackedDecoder(weights, threads)
+    except (TypeError, ValueError) as error:  # a shape that the decoder does not know
+        raise NotPlain(str(error)) from error
     return LoadedModel(
         module=None,
         config=None,
@@ -135,7 +139,7 @@ def load_plain(path: str | Path, dtype: torch.dtype, threads: int) -> LoadedMode
         dtype=dtype,
         layers=[],
         step=StepContext(),
-        packed=PackedDecoder(weights, threads),
+        packed=packed,
     )
 
 
