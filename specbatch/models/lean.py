@@ -7,6 +7,7 @@ the model through transformers instead. That the result is right is proved by lo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,22 +188,34 @@ def _check_tensors(plain: PlainConfig, files: Checkpoint) -> None:
 
 
 def _layers(plain: PlainConfig, files: Checkpoint, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    for i in range(plain.shape.num_layers):
+    """Layer after layer; the next one is read while this one is packed."""
+    last = plain.shape.num_layers - 1
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
+        coming = reader.submit(_layer, plain, files, dtype, 0)
+        for i in range(last + 1):
+            arrays = coming.result()
+            if i < last:
+                coming = reader.submit(_layer, plain, files, dtype, i + 1)
+            yield arrays
 
-        def get(name: str, prefix: str = f"model.layers.{i}.") -> torch.Tensor:
-            return files.tensor(prefix + name, dtype)
 
-        arrays: dict[str, Any] = {
-            "attention_norm": vector(get("input_layernorm.weight")),
-            "mlp_norm": vector(get("post_attention_layernorm.weight")),
-        }
-        arrays |= {n: bits(get(f"self_attn.{n}_proj.weight")) for n in ("q", "k", "v", "o")}
-        arrays |= {n: bits(get(f"mlp.{n}_proj.weight")) for n in ("gate", "up", "down")}
-        if plain.qkv_bias:
-            arrays["qkv_bias"] = vector(torch.cat([get(f"self_attn.{n}_proj.bias") for n in ("q", "k", "v")]))
-        if plain.o_bias:
-            arrays["o_bias"] = vector(get("self_attn.o_proj.bias"))
-        if plain.head_norms:
-            arrays["query_norm"] = vector(get("self_attn.q_norm.weight"))
-            arrays["key_norm"] = vector(get("self_attn.k_norm.weight"))
-        yield arrays
+def _layer(plain: PlainConfig, files: Checkpoint, dtype: torch.dtype, number: int) -> dict[str, Any]:
+    """Arguments of CpuDecoder.add_layer."""
+
+    def get(name: str) -> torch.Tensor:
+        return files.tensor(f"model.layers.{number}.{name}", dtype)
+
+    arrays: dict[str, Any] = {
+        "attention_norm": vector(get("input_layernorm.weight")),
+        "mlp_norm": vector(get("post_attention_layernorm.weight")),
+    }
+    arrays |= {n: bits(get(f"self_attn.{n}_proj.weight")) for n in ("q", "k", "v", "o")}
+    arrays |= {n: bits(get(f"mlp.{n}_proj.weight")) for n in ("gate", "up", "down")}
+    if plain.qkv_bias:
+        arrays["qkv_bias"] = vector(torch.cat([get(f"self_attn.{n}_proj.bias") for n in ("q", "k", "v")]))
+    if plain.o_bias:
+        arrays["o_bias"] = vector(get("self_attn.o_proj.bias"))
+    if plain.head_norms:
+        arrays["query_norm"] = vector(get("self_attn.q_norm.weight"))
+        arrays["key_norm"] = vector(get("self_attn.k_norm.weight"))
+    return arrays
