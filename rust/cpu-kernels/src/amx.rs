@@ -32,6 +32,8 @@ const WIDE: usize = GROUP * COLUMNS;
 
 /// Rows of a tile of sums.
 const ROWS: usize = 32;
+/// Bytes ahead of the weights' reading that memory is asked for them.
+const DISTANCE: usize = 32 << 10;
 /// What of the first cache a block of rows may take.
 const FIRST_CACHE: usize = 40 << 10;
 
@@ -67,7 +69,12 @@ pub(crate) unsafe fn block(product: &Product<'_>, block: Block) {
                     one_by_four(x, stride, w, steps, out);
                     panel += GROUP;
                 } else if panels - panel >= 2 {
-                    two_by_two(x, stride, w, steps, out);
+                    let ahead = product.weight.panel(strip).wrapping_add(DISTANCE / 64 + panel / 2 * 32);
+                    if row == block.row {
+                        two_by_two::<true>(x, stride, w, ahead, steps, out);
+                    } else {
+                        two_by_two::<false>(x, stride, w, ahead, steps, out);
+                    }
                     panel += 2;
                 } else {
                     two_by_one(x, stride, w, steps, out);
@@ -127,33 +134,82 @@ unsafe fn one_by_four(x: *const u16, stride: usize, w: *const Line, steps: usize
     }
 }
 
-/// 32 rows by 2 panels.
-#[inline(always)]
-unsafe fn two_by_two(x: *const u16, stride: usize, w: *const Line, steps: usize, out: *mut f32) {
-    // SAFETY: the caller's.
-    unsafe {
+/// Eight prefetches from `p` on.
+macro_rules! ask {
+    ($at:literal) => {
+        concat!(
+            "prefetcht1 [{p} + ",
+            $at,
+            "]\nprefetcht1 [{p} + ",
+            $at,
+            " + 64]\n",
+            "prefetcht1 [{p} + ",
+            $at,
+            " + 128]\nprefetcht1 [{p} + ",
+            $at,
+            " + 192]\n",
+            "prefetcht1 [{p} + ",
+            $at,
+            " + 256]\nprefetcht1 [{p} + ",
+            $at,
+            " + 320]\n",
+            "prefetcht1 [{p} + ",
+            $at,
+            " + 384]\nprefetcht1 [{p} + ",
+            $at,
+            " + 448]",
+        )
+    };
+}
+
+macro_rules! two_by_two {
+    ($first:expr, $second:expr, $third:expr, $fourth:expr, $x:expr, $stride:expr, $w:expr, $ahead:expr, $steps:expr, $out:expr) => {
         asm!(
             "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
             "2:",
             "tileloadd tmm4, [{x} + {xs}]",
             "tileloaddt1 tmm6, [{w} + {ws}]",
             "tdpbf16ps tmm0, tmm4, tmm6",
+            $first,
             "tileloaddt1 tmm7, [{w} + {ws} + 64]",
             "tdpbf16ps tmm1, tmm4, tmm7",
+            $second,
             "tileloadd tmm5, [{y} + {xs}]",
             "tdpbf16ps tmm2, tmm5, tmm6",
+            $third,
             "tdpbf16ps tmm3, tmm5, tmm7",
-            "add {x}, 64", "add {y}, 64", "add {w}, 4096",
+            $fourth,
+            "add {x}, 64", "add {y}, 64", "add {w}, 4096", "add {p}, 4096",
             "dec {n}", "jnz 2b",
             "tilestored [{out} + {os}], tmm0",
             "tilestored [{out} + {os} + 64], tmm1",
             "tilestored [{low} + {os}], tmm2",
             "tilestored [{low} + {os} + 64], tmm3",
-            x = inout(reg) x => _, y = inout(reg) x.add(16 * stride) => _, xs = in(reg) stride * 2, ws = in(reg) LINE_STRIDE,
-            w = inout(reg) w => _,
-            n = inout(reg) steps => _, out = in(reg) out, low = in(reg) out.add(16 * WIDE), os = in(reg) WIDE * 4,
+            x = inout(reg) $x => _, y = inout(reg) $x.add(16 * $stride) => _, xs = in(reg) $stride * 2,
+            ws = in(reg) LINE_STRIDE, w = inout(reg) $w => _, p = inout(reg) $ahead => _,
+            n = inout(reg) $steps => _, out = in(reg) $out, low = in(reg) $out.add(16 * WIDE), os = in(reg) WIDE * 4,
             options(nostack),
-        );
+        )
+    };
+}
+
+/// 32 rows by 2 panels; `AHEAD`: two kilobytes a step are asked for from `ahead` on.
+#[inline(always)]
+unsafe fn two_by_two<const AHEAD: bool>(
+    x: *const u16,
+    stride: usize,
+    w: *const Line,
+    ahead: *const Line,
+    steps: usize,
+    out: *mut f32,
+) {
+    // SAFETY: the caller's; a prefetch may name any address.
+    unsafe {
+        if AHEAD {
+            two_by_two!(ask!("0"), ask!("512"), ask!("1024"), ask!("1536"), x, stride, w, ahead, steps, out);
+        } else {
+            two_by_two!("", "", "", "", x, stride, w, ahead, steps, out);
+        }
     }
 }
 
