@@ -56,7 +56,7 @@ METHOD_NONE: Final[int]  # 0: autoregressive
 METHOD_NGRAM: Final[int]  # 1: proposals looked up in Rust and already in input_ids
 METHOD_DRAFT: Final[int]  # 2: Python proposes with a draft model that keeps its KV in the draft tenant
 METHOD_EXTERNAL: Final[int]  # 3: Python proposes; no KV of its own
-METHOD_NGRAM_SHADOW: Final[int]  # 4: only in AcceptanceCounts: what n-gram would have got on tokens AR produced
+METHOD_NGRAM_SHADOW: Final[int]  # 4: only in AcceptanceCounts: what n-gram would have got on the tokens rows committed
 
 # FinishedBatch.finish_reason
 FINISH_STOP: Final[int]  # 1
@@ -154,7 +154,8 @@ class FinishedBatch:
 
 @final
 class AcceptanceCounts:
-    """Counts since the last call, one line a (shard, method). Position j counts rounds in which j drafts before it were accepted."""
+    """Counts since the last call, one line a (shard, method), and of the shadow one for each k. Position j counts rounds in which
+    j drafts before it were accepted."""
 
     shard: NDArray[np.int32]  # [m]
     method: NDArray[np.int32]  # [m]
@@ -163,6 +164,7 @@ class AcceptanceCounts:
     offered: NDArray[np.int64]  # [m, max_speculative_tokens]
     accepted: NDArray[np.int64]  # [m, max_speculative_tokens]
     committed: NDArray[np.int64]  # [m] tokens committed by those row-steps
+    k: NDArray[np.int64]  # [m] METHOD_NGRAM_SHADOW: drafts a round; otherwise 0
 
 @final
 class Scheduler:
@@ -232,7 +234,7 @@ class Scheduler:
 
         Leaving METHOD_DRAFT gives that shard's draft pages back."""
     def set_shadow_ngram(self, k: int) -> None:
-        """Score an n-gram proposal of up to k tokens against what rows commit anyway (0: off)."""
+        """Score n-gram rounds of 1, 2 ... k drafts against what rows commit, in any mode (0: off)."""
     def set_max_num_seqs(self, n: int) -> None:
         """Change how many rows may run; surplus rows are preempted, youngest first."""
     def preempt(self, handle: int) -> bool:

@@ -1,10 +1,10 @@
-//! `AcceptanceCounts`: what speculation achieved, a line a shard and method.
+//! `AcceptanceCounts`: what speculation achieved, a line a shard and method (and k, of the n-gram shadow).
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use specbatch_core::speculation::AcceptanceLine;
 
-/// Counts since the last call, one line a (shard, method).
+/// Counts since the last call, one line a (shard, method), and a k of the shadow.
 #[pyclass(frozen, get_all, module = "specbatch._core")]
 pub struct AcceptanceCounts {
     shard: Py<PyArray1<i32>>,
@@ -14,6 +14,7 @@ pub struct AcceptanceCounts {
     offered: Py<PyArray2<i64>>,
     accepted: Py<PyArray2<i64>>,
     committed: Py<PyArray1<i64>>,
+    k: Py<PyArray1<i64>>,
 }
 
 impl AcceptanceCounts {
@@ -31,6 +32,7 @@ impl AcceptanceCounts {
             offered: table(&|line| &line.offered)?,
             accepted: table(&|line| &line.accepted)?,
             committed: counts(&|line| line.committed),
+            k: counts(&|line| line.k as i64),
         })
     }
 }

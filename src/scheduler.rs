@@ -186,7 +186,7 @@ impl Scheduler {
         self.with(py, |core| core.set_speculation(method, k, shard))
     }
 
-    /// Score an n-gram proposal of up to k tokens against what rows commit anyway (0: off).
+    /// Score n-gram rounds of 1, 2 ... k drafts against what rows commit, in any mode (0: off).
     fn set_shadow_ngram(&self, py: Python<'_>, k: i64) -> PyResult<()> {
         self.with(py, |core| core.set_shadow_ngram(k))
     }

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbatch.control.acceptance import AcceptanceBook, beta_cdf, beta_interval, chain_counts, expected_tokens
+from specbatch.control.acceptance import AcceptanceBook, expected_tokens
+from specbatch.control.beta import beta_cdf, beta_interval
+from specbatch.control.counts import chain_counts, draft_shadow
 from specbatch.control.records import METHOD_DRAFT, METHOD_DRAFT_SHADOW, METHOD_NGRAM, AcceptanceSample
 from specbatch.plan import round_tokens
 
@@ -162,6 +164,31 @@ def test_shadow_counts_speak_for_the_method() -> None:
     rng, book = np.random.default_rng(9), AcceptanceBook()
     book.add(sample(rng, [0.9] * 4, 400, method=METHOD_DRAFT_SHADOW), 4)
     assert book.estimate(0, METHOD_DRAFT, 4).accept[0] > 0.85
+
+
+def test_rounds_of_several_k_over_the_same_tokens_are_one_evidence() -> None:
+    rng, book, one = np.random.default_rng(12), AcceptanceBook(), AcceptanceBook()
+    for _ in range(10):
+        found = {k: sample(rng, [0.6] * k, 50) for k in (1, 2, 4, 8)}
+        book.add_each(found, half_life=200.0)
+        one.add(found[4], 4, half_life=200.0)
+    assert book.evidence(0, METHOD_DRAFT) == pytest.approx(one.evidence(0, METHOD_DRAFT))
+    for k in (1, 2, 4, 8):
+        estimate = book.estimate(0, METHOD_DRAFT, k)
+        assert estimate.tokens() == pytest.approx(expected_tokens([0.6] * k, k), rel=0.15)
+        assert estimate.count[0] > 100  # its own rounds, not what others lend
+
+
+def test_a_pass_over_produced_tokens_counts_every_k() -> None:
+    rows = [(3, [True, True, False, True]), (3, [False]), (5, [True] * 5), (5, [])]
+    found = {(s.shard, s.k): s for s in draft_shadow(rows, 3)}
+    assert sorted(found) == [(3, 1), (3, 2), (3, 3), (5, 1), (5, 2), (5, 3)]
+    for (shard, k), line in found.items():
+        counts = [chain_counts(hits, k) for number, hits in rows if number == shard and hits]
+        assert line.rounds == line.proposed == sum(c[0] for c in counts)
+        assert line.offered == tuple(np.sum([c[1] for c in counts], axis=0))
+        assert line.accepted == tuple(np.sum([c[2] for c in counts], axis=0))
+    assert {s.method for s in found.values()} == {METHOD_DRAFT_SHADOW}
 
 
 def test_what_nobody_looks_at_grows_uncertain() -> None:

@@ -5,150 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specbatch import _core
 from specbatch.control import records
-from specbatch.control.choice import Limits, ShardState, expected_improvement
+from specbatch.control.choice import Limits
 from specbatch.control.controller import Controller, ControllerOptions, FixedPolicy
 from specbatch.control.cost_model import Affine, AffineCost
-from specbatch.control.records import (
-    METHOD_DRAFT,
-    METHOD_NGRAM,
-    METHOD_NGRAM_SHADOW,
-    METHOD_NONE,
-    STEP_DECODE,
-    AcceptanceSample,
-    Decision,
-    Observation,
-    RowGroup,
-    ShardRows,
-    StepTimer,
-)
-from specbatch.control.row_groups import RowMix, RowTally
-
-COST = AffineCost(Affine(7e-3, 4e-5, 4e-8), Affine(0.7e-3, 1e-6, 1e-9))
+from specbatch.control.records import METHOD_DRAFT, METHOD_NGRAM, METHOD_NONE, Decision, Observation
+from tests.made_up_batch import COST, World, controller
 
 
 def test_codes_are_those_of_the_core() -> None:
     for name in ("METHOD_NONE", "METHOD_NGRAM", "METHOD_DRAFT", "METHOD_EXTERNAL", "METHOD_NGRAM_SHADOW",
                  "STEP_PREFILL", "STEP_DECODE", "STEP_DRAFT_PREFILL"):  # fmt: skip
         assert getattr(records, name) == getattr(_core, name)
-
-
-@dataclass
-class World:
-    """Draws observations: rows in decode, all of one kind, with true costs and acceptance that a test may change."""
-
-    running: int
-    accept: float = 0.7
-    match: float = 0.0
-    waiting: int = 1000
-    cost: AffineCost = COST
-    limit: float = 200.0
-    shards: tuple[int, ...] = (0,)
-    shadow: bool = True
-    step: int = 0
-    clock: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-        self.timer = StepTimer()
-        self.counts: dict[tuple[int, int], list[Any]] = {}
-        self.decision: Decision | None = None
-
-    def observe(self) -> Observation:
-        each, rest = divmod(self.running, len(self.shards))
-        samples = tuple(
-            AcceptanceSample(s, m, c[0], c[1], tuple(c[2]), tuple(c[3])) for (s, m), c in self.counts.items()
-        )
-        self.counts.clear()
-        return Observation(
-            step=self.step,
-            time=self.clock,
-            running=self.running,
-            waiting=self.waiting,
-            shards=tuple(
-                ShardRows(s, each + (i < rest), self.waiting // len(self.shards)) for i, s in enumerate(self.shards)
-            ),
-            mean_context=400.0,
-            mean_prompt=400.0 - self.limit // 2,
-            mean_limit=self.limit - self.limit // 2,
-            free_pages=10_000,
-            total_pages=100_000,
-            target_pages=self.running * 25,
-            draft_pages=0,
-            max_num_seqs=4096,
-            steps=self.timer.drain(),
-            acceptance=samples,
-        )
-
-    def run(self, policy: Any, steps: int) -> list[Decision]:
-        decisions = []
-        for _ in range(steps):
-            if policy.due(self.step, self.running, self.waiting):
-                self.decision = policy.decide(self.observe())
-                decisions.append(self.decision)
-            self._step()
-        return decisions
-
-    def _step(self) -> None:
-        assert self.decision is not None
-        method, k = self.mode()
-        drafts = np.zeros(self.running, dtype=int)
-        if method == METHOD_DRAFT:
-            drafts[:] = k
-        elif method == METHOD_NGRAM:
-            drafts[self.rng.random(self.running) < self.match] = k
-        rows, tokens = self.running, self.running + int(drafts.sum())
-        context = rows * 400
-        draft = k * self.cost.draft(rows, rows, context) if method == METHOD_DRAFT else 0.0
-        seconds = (self.cost.target(rows, tokens, context) + draft) * float(np.exp(self.rng.normal(0, 0.03)))
-        self.timer.add(
-            STEP_DECODE, method if drafts.any() else METHOD_NONE, int(drafts.max(initial=0)), rows=rows, tokens=tokens,
-            context=context, seconds=seconds, draft_rows=int((drafts > 0).sum()), draft_tokens=int(drafts.sum()),
-        )  # fmt: skip
-        if k:
-            self._count(method, k, drafts)
-        if self.shadow and self.decision.shadow_ngram:
-            hits = np.where(self.rng.random(rows) < self.match, self.decision.shadow_ngram, 0)
-            self._count(METHOD_NGRAM_SHADOW, self.decision.shadow_ngram, hits)
-        self.step += 1
-        self.clock += seconds
-
-    def _count(self, method: int, k: int, drafts: Any) -> None:
-        line = self.counts.setdefault((self.shards[0], method), [0, 0, [0] * 8, [0] * 8])
-        line[0] += len(drafts)
-        live = int((drafts > 0).sum())
-        line[1] += live
-        for j in range(k):
-            line[2][j] += live
-            live = int(self.rng.binomial(live, self.accept))
-            line[3][j] += live
-
-    def mode(self) -> tuple[int, int]:
-        assert self.decision is not None
-        if self.decision.shards:
-            return self.decision.shards[0].method, self.decision.shards[0].k
-        return self.decision.method, self.decision.k
-
-    def rate(self, method: int, k: int) -> float:
-        """True tokens a second of a mode in steady state."""
-        share = {METHOD_NONE: 0.0, METHOD_NGRAM: self.match, METHOD_DRAFT: 1.0}[method]
-        gain = share * sum(self.accept**j for j in range(1, k + 1))
-        context = self.running * 400
-        seconds = self.cost.target(self.running, self.running * (1 + share * k), context)
-        seconds += k * self.cost.draft(self.running, self.running, context) if method == METHOD_DRAFT else 0.0
-        return self.running * (1 + gain) / seconds
-
-
-def controller(*methods: int, **options: Any) -> Controller:
-    return Controller(ControllerOptions(methods=methods, max_num_seqs=4096, can_probe_draft=False, **options), COST)
 
 
 CASES = [
@@ -354,85 +228,3 @@ def test_fixed_policy_decides_once() -> None:
     for method, k in ((METHOD_NONE, 2), (METHOD_DRAFT, 0), (7, 1)):
         with pytest.raises(ValueError, match=r"method|k must"):
             FixedPolicy(method, k)
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def test_hysteresis_wants_two_looks_and_a_dwell() -> None:
-    limits, arm = Limits(dwell=8), (METHOD_DRAFT, 4)
-    state = ShardState((METHOD_NONE, 0), since=0, dwell=8)
-    assert not state.wants(4, arm, 0.10, limits)  # too early
-    assert state.wants(8, arm, 0.10, limits)
-    fresh = ShardState((METHOD_NONE, 0), since=0, dwell=8)
-    assert not fresh.wants(20, arm, 0.10, limits)  # once is not enough
-    assert not fresh.wants(24, arm, 0.02, limits)  # and it must be in a row
-    assert not fresh.wants(28, arm, 0.10, limits)
-    assert fresh.wants(32, arm, 0.10, limits)
-    slow = ShardState((METHOD_NONE, 0), since=0, dwell=8)
-    wanted = [slow.wants(20 + 4 * i, arm, 0.02, limits) for i in range(6)]  # a small gain, but again and again
-    assert wanted == [False] * 5 + [True]
-
-
-def test_going_back_and_forth_doubles_the_dwell() -> None:
-    limits, state = Limits(dwell=8, max_dwell=256), ShardState((METHOD_NONE, 0), since=0, dwell=8)
-    step, dwells = 0, []
-    for i in range(20):
-        step += state.dwell
-        state.switch(step, (METHOD_DRAFT, 4) if i % 2 == 0 else (METHOD_NONE, 0), limits)
-        dwells.append(state.dwell)
-    assert dwells[-1] == 256
-    assert sorted(dwells) == dwells
-    state.switch(step + 10_000, (METHOD_NGRAM, 2), limits)
-    assert state.dwell < 256
-
-
-def test_expected_improvement() -> None:
-    rng = np.random.default_rng(0)
-    for gain, sd in ((0.1, 0.2), (-0.1, 0.2), (-0.3, 0.1), (0.0, 0.05)):
-        draws = np.maximum(rng.normal(gain, sd, 400_000), 0).mean()
-        assert expected_improvement(gain, sd) == pytest.approx(draws, abs=5e-4)
-    assert expected_improvement(-0.1, 0.0) == 0.0
-    assert expected_improvement(0.1, 0.0) == 0.1
-
-
-def test_rows_that_differ_progress_at_the_harmonic_mean() -> None:
-    """Half of the rows accept nearly all, half nearly nothing: a large k looks better now than it is in the long run."""
-    tally, rng = RowTally(), np.random.default_rng(0)
-    rows = np.arange(200)
-    alpha = np.where(rows % 2 == 0, 0.9, 0.15)
-    for _ in range(12):
-        hits = rng.random((200, 4)) < alpha[:, None]
-        tally.add(rows, np.full(200, 4), np.cumprod(hits, axis=1).sum(axis=1))
-    mix = RowMix()
-    mix.add(tally.groups(rows, finished=False), 200)
-    speed = (1 - alpha**5) / (1 - alpha)
-    wanted = 1 / (1 / speed).mean() / speed.mean()
-    assert mix.correction(4, 4, True, 1.0) == pytest.approx(wanted, abs=0.05)
-    assert mix.correction(1, 4, True, 1.0) > mix.correction(8, 4, True, 1.0)
-    assert RowMix().correction(4, 4, True, 1.0) == 1.0
-
-
-def test_luck_is_not_taken_for_a_difference_between_rows() -> None:
-    tally, rng = RowTally(), np.random.default_rng(0)
-    rows = np.arange(300)
-    for _ in range(6):
-        hits = rng.random((300, 3)) < 0.6
-        tally.add(rows, np.full(300, 3), np.cumprod(hits, axis=1).sum(axis=1))
-    mix = RowMix()
-    mix.add(tally.groups(rows, finished=False), 300)
-    assert 0.96 < mix.correction(3, 3, True, 1.0) <= 1.0
-    tally.reset(rows[:150])
-    assert sum(g.rows for g in tally.groups(rows, finished=True)) == 150
-
-
-def test_a_few_slow_rows_do_not_promise_fast_ones_to_come() -> None:
-    """Eight rows that accept little now, many that accepted much before: what is counted now is not raised for that."""
-    mix = RowMix()
-    slow = RowGroup(finished=False, rows=8, rounds=80, drafted=320, accepted=40)
-    fast = RowGroup(finished=True, rows=100, rounds=1000, drafted=4000, accepted=3000)
-    mix.add([slow, fast], running=8)
-    here, everyone, seen = mix._parts(4, 4, True)
-    assert 1.0 / (everyone * seen) > 1.3  # what it would be raised by
-    assert mix.correction(4, 4, True, 0.9) == 1.0
-    assert 1.0 / (here * seen) <= 1.0

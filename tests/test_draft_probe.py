@@ -137,7 +137,9 @@ def test_a_draft_that_is_the_target_hits_always_and_a_random_one_hardly(
         add(engine, WORK, params)
         assert tokens(finish(engine)) == expected
         assert {s.method for s in policy.samples} == {METHOD_DRAFT_SHADOW}
-        offered, accepted = (np.sum([getattr(s, n) for s in policy.samples], axis=0) for n in ("offered", "accepted"))
+        assert {s.k for s in policy.samples} == {1, 2, 3}
+        deepest = [s for s in policy.samples if s.k == 3]
+        offered, accepted = (np.sum([getattr(s, n) for s in deepest], axis=0) for n in ("offered", "accepted"))
         assert (offered[:-1] >= offered[1:]).all()
         assert offered[0] > 100
         rates.append(accepted[0] / offered[0])

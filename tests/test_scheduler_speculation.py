@@ -183,21 +183,28 @@ def test_rows_that_do_not_draft_are_not_in_the_denominator() -> None:
     assert {i for i, answer in device.finished.items() if answer.drafted} == {0, 2}
 
 
-def test_the_shadow_counts_what_ngram_speculation_would_have_got() -> None:
-    """Rounds scored on tokens that AR produced equal the rounds of n-gram speculation itself."""
+@pytest.mark.parametrize("mode", [(_core.METHOD_NONE, 0), (NGRAM, 1), (EXTERNAL, 4)])
+def test_the_shadow_counts_what_ngram_speculation_would_have_got(mode: tuple[int, int]) -> None:
+    """Rounds scored on tokens that any mode commits equal the rounds of n-gram speculation itself, whatever its k."""
     requests = [Request(i, p, max_tokens=40) for i, p in enumerate(prompts(3, 9))]
     shadowed = PagedDevice(model=Model(memory=2), num_pages=100)
-    shadowed.core.set_shadow_ngram(3)
-    run(shadowed, requests)
-    real = PagedDevice(model=Model(memory=2), num_pages=100)
-    run(real, requests, NGRAM, 3)
-    shadow, counts = shadowed.core.take_acceptance(), real.core.take_acceptance()
-    assert shadow.method.tolist() == [_core.METHOD_NGRAM_SHADOW]
-    assert counts.method.tolist() == [NGRAM]
-    assert counts.accepted[0].sum() > 30
-    # The shadow scores the first token of a row too, and does not shorten its last proposals.
-    assert np.abs(shadow.accepted[0] - counts.accepted[0]).max() <= 2 * len(requests)
-    assert abs(int(shadow.committed[0]) - int(counts.committed[0])) <= 2 * len(requests)
+    shadowed.core.set_shadow_ngram(4)
+    run(shadowed, requests, *mode)
+    shadow = shadowed.core.take_acceptance()
+    lines = {k: line for line, k in enumerate(shadow.k.tolist()) if shadow.method[line] == _core.METHOD_NGRAM_SHADOW}
+    assert list(lines) == [1, 2, 3, 4]
+    assert {k for k, m in zip(shadow.k.tolist(), shadow.method.tolist(), strict=True) if m == mode[0]} <= {0}
+    for k, line in lines.items():
+        real = PagedDevice(model=Model(memory=2), num_pages=100)
+        run(real, requests, NGRAM, k)
+        counts = real.core.take_acceptance()
+        assert counts.method.tolist() == [NGRAM]
+        assert counts.accepted[0].sum() > 20
+        assert shadow.accepted[line, k:].sum() == 0
+        # The shadow scores the first token of a row too, and does not shorten its last proposals.
+        assert np.abs(shadow.accepted[line] - counts.accepted[0]).max() <= 2 * len(requests)
+        assert abs(int(shadow.rounds[line]) - int(counts.rounds[0])) <= 2 * len(requests)
+        assert abs(int(shadow.committed[line]) - int(counts.committed[0])) <= 2 * len(requests)
 
 
 def test_methods_of_overlapping_shards_share_a_step_without_mixing() -> None:

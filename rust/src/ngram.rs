@@ -49,6 +49,12 @@ impl NgramIndex {
         k
     }
 
+    /// Where the tokens that `propose` would propose begin: the end of the occurrence it goes on from.
+    pub fn place(&mut self, tokens: &[i32]) -> Option<usize> {
+        self.catch_up(tokens);
+        self.find(tokens)
+    }
+
     /// Where the longest, then most recent, earlier occurrence of the last tokens ended.
     fn find(&self, tokens: &[i32]) -> Option<usize> {
         let longest = self.tables.last()?.n;

@@ -200,7 +200,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Scores n-gram proposals of up to `k` tokens against what rows commit anyway; 0: off.
+    /// Scores n-gram rounds of 1, 2 ... `k` drafts against what rows commit, in any mode; 0: off.
     ///
     /// # Errors
     /// `Error::Argument` when k exceeds `max_speculative_tokens`.

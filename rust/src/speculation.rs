@@ -81,6 +81,8 @@ pub struct AcceptanceLine {
     pub accepted: Vec<i64>,
     /// Tokens those row-steps committed.
     pub committed: i64,
+    /// Drafts a round, of a shadow; 0 for real rounds, whose k is what the shard was told.
+    pub k: usize,
 }
 
 /// Rounds of one shard and method.
@@ -93,11 +95,20 @@ struct Tally {
     outcomes: Vec<[i64; 2]>,
 }
 
+/// Rounds of the shadow scorer in one shard, by number of drafts.
+#[derive(Clone, Debug, Default)]
+pub struct ShadowTallies {
+    by_k: Vec<Tally>,
+    /// Rounds without a proposal that every number of drafts up to the index had at once.
+    unmatched: Vec<i64>,
+}
+
 #[derive(Clone, Debug)]
 struct Shard {
     id: i32,
     speculation: Speculation,
     tallies: [Option<Box<Tally>>; NUM_METHODS],
+    shadows: Option<Box<ShadowTallies>>,
 }
 
 /// All shards seen.
@@ -115,7 +126,7 @@ impl ShardTable {
         let next = self.shards.len() as u32;
         let index = *self.by_id.entry(id).or_insert(next);
         if index == next {
-            self.shards.push(Shard { id, speculation: self.default, tallies: Default::default() });
+            self.shards.push(Shard { id, speculation: self.default, tallies: Default::default(), shadows: None });
         }
         index
     }
@@ -149,50 +160,99 @@ impl ShardTable {
     /// `round.accepted` were committed.
     #[inline]
     pub fn record(&mut self, shard: u32, method: Method, round: Round, positions: usize) {
-        let tallies = &mut self.shards[shard as usize].tallies;
+        let tallies = &self.shards[shard as usize].tallies;
         if tallies[method as usize].is_none() {
-            if tallies.iter().all(Option::is_none) {
+            if tallies.iter().all(Option::is_none) && self.shards[shard as usize].shadows.is_none() {
                 self.touched.push(shard);
             }
+            let tallies = &mut self.shards[shard as usize].tallies;
             let outcomes = vec![[0; 2]; positions + 1];
             tallies[method as usize] = Some(Box::new(Tally { outcomes, ..Tally::default() }));
         }
-        if let Some(tally) = &mut tallies[method as usize] {
-            tally.rounds += 1;
-            tally.proposed += i64::from(round.proposed > 0);
-            tally.committed += round.committed as i64;
-            // A row that ended inside the accepted run was not offered the next position.
-            let rejected = round.committed > round.accepted && round.accepted < round.proposed;
-            tally.outcomes[round.accepted][usize::from(rejected)] += 1;
+        if let Some(tally) = &mut self.shards[shard as usize].tallies[method as usize] {
+            tally.record(round);
         }
     }
 
-    /// Books a round of the shadow scorer.
-    pub fn record_shadow(&mut self, shard: u32, round: Round, positions: usize) {
-        self.record(shard, Method::NgramShadow, round, positions);
+    /// Where the shadow scorer's rounds of a shard are booked, each of at most `positions` drafts.
+    pub fn shadows(&mut self, shard: u32, positions: usize) -> &mut ShadowTallies {
+        let Shard { tallies, shadows, .. } = &mut self.shards[shard as usize];
+        if shadows.is_none() && tallies.iter().all(Option::is_none) {
+            self.touched.push(shard);
+        }
+        shadows.get_or_insert_with(|| Box::new(ShadowTallies::new(positions)))
     }
 
-    /// Takes the counts, shards in the order they were touched, methods in numerical order.
+    /// Takes the counts, shards in the order they were touched, methods in numerical order, then shadows by k.
     pub fn take(&mut self) -> Vec<AcceptanceLine> {
         let mut lines = Vec::new();
         for shard in self.touched.drain(..) {
             let shard = &mut self.shards[shard as usize];
             for (method, tally) in METHODS.into_iter().zip(&mut shard.tallies) {
-                lines.extend(tally.take().map(|tally| tally.line(shard.id, method)));
+                lines.extend(tally.take().map(|tally| tally.line(shard.id, method, 0)));
+            }
+            if let Some(shadows) = shard.shadows.take() {
+                shadows.lines(shard.id, &mut lines);
             }
         }
         lines
     }
 }
 
+impl ShadowTallies {
+    fn new(positions: usize) -> Self {
+        let tally = Tally { outcomes: vec![[0; 2]; positions + 1], ..Tally::default() };
+        Self { by_k: vec![tally; positions], unmatched: vec![0; positions + 1] }
+    }
+
+    /// Books a round of at most `k` drafts.
+    #[inline]
+    pub fn record(&mut self, k: usize, round: Round) {
+        self.by_k[k - 1].record(round);
+    }
+
+    /// Books a round without a proposal for every number of drafts up to `most`.
+    #[inline]
+    pub fn record_unmatched(&mut self, most: usize) {
+        self.unmatched[most] += 1;
+    }
+
+    /// A line for each number of drafts that had a round.
+    fn lines(self, shard: i32, lines: &mut Vec<AcceptanceLine>) {
+        let mut unmatched = 0;
+        let mut found = Vec::new();
+        for (index, mut tally) in self.by_k.into_iter().enumerate().rev() {
+            let k = index + 1;
+            unmatched += self.unmatched[k];
+            tally.rounds += unmatched;
+            tally.committed += unmatched;
+            tally.outcomes[0][0] += unmatched;
+            if tally.rounds > 0 {
+                found.push(tally.line(shard, Method::NgramShadow, k));
+            }
+        }
+        lines.extend(found.into_iter().rev());
+    }
+}
+
 impl Tally {
+    #[inline]
+    fn record(&mut self, round: Round) {
+        self.rounds += 1;
+        self.proposed += i64::from(round.proposed > 0);
+        self.committed += round.committed as i64;
+        // A row that ended inside the accepted run was not offered the next position.
+        let rejected = round.committed > round.accepted && round.accepted < round.proposed;
+        self.outcomes[round.accepted][usize::from(rejected)] += 1;
+    }
+
     /// Counts by position: a round that accepted a drafts was offered a positions, and one more when it rejected one.
-    fn line(&self, shard: i32, method: Method) -> AcceptanceLine {
+    fn line(&self, shard: i32, method: Method, k: usize) -> AcceptanceLine {
         let positions = self.outcomes.len() - 1;
         let from = |first: usize| self.outcomes[first..].iter().map(|[ended, rejected]| ended + rejected).sum::<i64>();
         let accepted: Vec<i64> = (0..positions).map(|j| from(j + 1)).collect();
         let offered = accepted.iter().zip(&self.outcomes).map(|(accepted, outcome)| accepted + outcome[1]).collect();
         let Self { rounds, proposed, committed, .. } = *self;
-        AcceptanceLine { shard, method, rounds, proposed, offered, accepted, committed }
+        AcceptanceLine { shard, method, rounds, proposed, offered, accepted, committed, k }
     }
 }

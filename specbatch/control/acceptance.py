@@ -14,11 +14,12 @@ it a prior.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
+from specbatch.control.beta import beta_interval
+from specbatch.control.counts import Counts
 from specbatch.control.records import (
     METHOD_DRAFT,
     METHOD_DRAFT_SHADOW,
@@ -29,7 +30,7 @@ from specbatch.control.records import (
 
 SHADOWS: Final = {METHOD_NGRAM_SHADOW: METHOD_NGRAM, METHOD_DRAFT_SHADOW: METHOD_DRAFT}
 EARLIER_SHARDS: Final = 16.0  # pseudo-counts what earlier shards found is worth in a new one
-OTHER_K: Final = 24.0  # pseudo-counts what other k found is worth
+OTHER_K: Final = 24.0  # pseudo-counts what other k found is worth, less what was counted at this one
 NEXT_POSITION: Final = 4.0  # pseudo-counts p_{j-1} is worth for p_j
 SHARED: Final = 0.3  # of the doubt about a position, what is left when two k are compared that both have it
 OVERDISPERSION: Final = 2.0  # rounds of one row are alike: variances are this much above binomial
@@ -55,31 +56,6 @@ def expected_tokens(accept: Sequence[float], k: int) -> float:
         product *= accept[min(j, len(accept) - 1)]
         total += product
     return total
-
-
-def chain_counts(hits: Sequence[bool], k: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Rounds, offered and accepted a speculator of k drafts would have had over tokens that exist already.
-
-    hits[t]: the speculator, given the true tokens before t, proposes token t. A round accepts the hits up to the first
-    miss or to k, then one more token comes from the target, as in a real round.
-    """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
-    rounds, t = 0, 0
-    offered, accepted = [0] * k, [0] * k
-    while t < len(hits):
-        rounds += 1
-        for j in range(k):
-            if t >= len(hits):
-                break
-            offered[j] += 1
-            t += 1
-            if not hits[t - 1]:
-                break
-            accepted[j] += 1
-        else:
-            t += 1  # the bonus token after full acceptance
-    return rounds, tuple(offered), tuple(accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,71 +103,35 @@ class Acceptance:
         return beta_interval(self.accept[position] * n, (1.0 - self.accept[position]) * n, mass)
 
 
-class _Counts:
-    """Decayed counts of one (shard, method, k)."""
-
-    __slots__ = ("accepted", "offered", "proposed", "rounds")
-
-    def __init__(self, k: int) -> None:
-        self.rounds = 0.0
-        self.proposed = 0.0
-        self.offered = [0.0] * k
-        self.accepted = [0.0] * k
-
-    def decay(self, factor: float) -> None:
-        self.rounds *= factor
-        self.proposed *= factor
-        self.offered = [v * factor for v in self.offered]
-        self.accepted = [v * factor for v in self.accepted]
-
-    def add(self, sample: AcceptanceSample, weight: float) -> None:
-        self.rounds += sample.rounds * weight
-        self.proposed += sample.proposed * weight
-        for j in range(min(len(self.offered), len(sample.offered))):
-            self.offered[j] += sample.offered[j] * weight
-            self.accepted[j] += sample.accepted[j] * weight
-
-    def merge(self, other: _Counts) -> None:
-        while len(self.offered) < len(other.offered):
-            self.offered.append(0.0)
-            self.accepted.append(0.0)
-        self.rounds += other.rounds
-        self.proposed += other.proposed
-        for j, (n, a) in enumerate(zip(other.offered, other.accepted, strict=True)):
-            self.offered[j] += n
-            self.accepted[j] += a
-
-    def copy(self) -> _Counts:
-        twin = _Counts(len(self.offered))
-        twin.merge(self)
-        return twin
-
-
 class _Track:
     """One (shard, method): a slow memory by k, a fast one that notices change, and the prior it was born with."""
 
-    def __init__(self, prior: _Counts) -> None:
+    def __init__(self, prior: Counts) -> None:
         self.prior = prior
         self.idle = 0.0  # steps since the last counts
-        self.slow: dict[int, _Counts] = {}
-        self.fast: dict[int, _Counts] = {}
+        self.evidence = 0.0  # rounds, decayed; those of several k over the same tokens count once
+        self.slow: dict[int, Counts] = {}
+        self.fast: dict[int, Counts] = {}
         self.changes = 0
         self.known: dict[int, Acceptance] = {}  # estimates by k, until counts change
 
-    def evidence(self) -> float:
-        return sum(counts.rounds for counts in self.slow.values())
-
-    def add(self, k: int, sample: AcceptanceSample, half_life: float, weight: float) -> None:
+    def add(self, samples: Mapping[int, AcceptanceSample], half_life: float, weight: float) -> None:
+        """Rounds by k; where there are several k, of the same tokens."""
         self.idle = 0.0
         self.known.clear()
-        for memory, rounds in ((self.slow, half_life), (self.fast, half_life / FAST)):
-            factor = 0.5 ** (sample.rounds * weight / rounds)
+        rounds = max(sample.rounds for sample in samples.values()) * weight
+        for memory, life in ((self.slow, half_life), (self.fast, half_life / FAST)):
+            factor = 0.5 ** (rounds / life)
             for counts in memory.values():
                 counts.decay(factor)
-            memory.setdefault(k, _Counts(k)).add(sample, weight)
-        if self._changed(k):
+            for k, sample in samples.items():
+                memory.setdefault(k, Counts(k)).add(sample, weight)
+        self.evidence = self.evidence * 0.5 ** (rounds / half_life) + rounds
+        least = min(samples)
+        if self._changed(least):
             self.changes += 1
-            self.slow = {k: self.fast[k].copy()}
+            self.slow = {k: self.fast[k].copy() for k in samples}
+            self.evidence = self.fast[least].rounds
 
     def _changed(self, k: int) -> bool:
         """Whether lately the first position (a match counted in) accepts otherwise than over the long run."""
@@ -211,7 +151,7 @@ class AcceptanceBook:
 
     def __init__(self) -> None:
         self._tracks: dict[tuple[int, int], _Track] = {}
-        self._pool: dict[int, _Counts] = {}  # all shards, by method; a new shard's prior is a snapshot of it
+        self._pool: dict[int, Counts] = {}  # all shards, by method; a new shard's prior is a snapshot of it
 
     def add(self, sample: AcceptanceSample, k: int, half_life: float = 2048.0, weight: float = 1.0) -> None:
         """Counts drained since the last call.
@@ -220,13 +160,21 @@ class AcceptanceBook:
         a few tens of steps of the live batch, since what changes acceptance is rows coming and going. weight: what a
         round counts for.
         """
-        if sample.rounds <= 0 or k < 1:
+        self.add_each({k: sample}, half_life, weight)
+
+    def add_each(self, samples: Mapping[int, AcceptanceSample], half_life: float = 2048.0, weight: float = 1.0) -> None:
+        """Counts of rounds of several k over the same tokens of one shard and method: every k is known as if it had been
+        in force, and the evidence is that of one."""
+        samples = {k: sample for k, sample in samples.items() if sample.rounds > 0 and k >= 1}
+        if not samples:
             return
+        most = max(samples)
+        sample = samples[most]
         method = SHADOWS.get(sample.method, sample.method)
-        self._track(sample.shard, method).add(k, sample, half_life, weight)
-        pool = self._pool.setdefault(method, _Counts(0))
+        self._track(sample.shard, method).add(samples, half_life, weight)
+        pool = self._pool.setdefault(method, Counts(0))
         pool.decay(0.5 ** (sample.rounds * weight / POOL_ROUNDS))
-        fresh = _Counts(k)
+        fresh = Counts(most)
         fresh.add(sample, weight)
         pool.merge(fresh)
 
@@ -243,16 +191,17 @@ class AcceptanceBook:
     def _estimate(self, track: _Track | None, method: int, k: int) -> Acceptance:
         prior = track.prior if track is not None else self._pool.get(method)
         own = track.slow.get(k) if track is not None else None
-        others = _Counts(0)
+        others = Counts(0)
         if track is not None:
             for other_k, counts in track.slow.items():
                 if other_k != k:
                     others.merge(counts)
+        lent = max(OTHER_K - own.rounds, 2.0) if own is not None else OTHER_K
         match, match_count = _layers(
             DEFAULT_MATCH.get(method, 0.98),
             2.0,
             (prior.proposed, prior.rounds, EARLIER_SHARDS) if prior is not None else None,
-            (others.proposed, others.rounds, OTHER_K),
+            (others.proposed, others.rounds, lent),
             (own.proposed, own.rounds, math.inf) if own is not None else None,
         )
         accept, count = [], []
@@ -264,13 +213,13 @@ class AcceptanceBook:
                 before,
                 strength,
                 _at(prior, j, EARLIER_SHARDS),
-                _at(others, j, OTHER_K),
+                _at(others, j, lent),
                 _at(own, j, math.inf),
             )
             accept.append(mean)
             count.append(n)
             before, strength = mean, NEXT_POSITION
-        evidence = track.evidence() if track is not None else 0.0
+        evidence = track.evidence if track is not None else 0.0
         stale = 1.0 - 0.5 ** (track.idle / STALE_STEPS) if track is not None else 0.0
         unknown = (SHARD_SD / (1.0 + evidence / SHARD_ROUNDS)) ** 2 + (STALE_SD * stale) ** 2
         return Acceptance(match, match_count, tuple(accept), tuple(count), evidence, unknown)
@@ -278,7 +227,7 @@ class AcceptanceBook:
     def evidence(self, shard: int, method: int) -> float:
         """Rounds counted for the shard and method, decayed."""
         track = self._tracks.get((shard, method))
-        return track.evidence() if track is not None else 0.0
+        return track.evidence if track is not None else 0.0
 
     def changes(self, shard: int, method: int) -> int:
         """How often acceptance was found to have changed within the shard."""
@@ -292,6 +241,7 @@ class AcceptanceBook:
             if key not in refreshed:
                 track.idle += steps
                 track.known.clear()
+                track.evidence *= factor
                 for counts in (*track.slow.values(), *track.fast.values()):
                     counts.decay(factor)
 
@@ -312,7 +262,7 @@ class AcceptanceBook:
         """A book whose prior is an earlier run's. Raises KeyError or ValueError on other data."""
         book = cls()
         for method, values in data.items():
-            counts = _Counts(len(values["offered"]))
+            counts = Counts(len(values["offered"]))
             counts.rounds, counts.proposed = float(values["rounds"]), float(values["proposed"])
             counts.offered = [float(v) for v in values["offered"]]
             counts.accepted = [float(v) for v in values["accepted"]]
@@ -323,11 +273,11 @@ class AcceptanceBook:
         track = self._tracks.get((shard, method))
         if track is None:
             pool = self._pool.get(method)
-            track = self._tracks[shard, method] = _Track(pool.copy() if pool is not None else _Counts(0))
+            track = self._tracks[shard, method] = _Track(pool.copy() if pool is not None else Counts(0))
         return track
 
 
-def _at(counts: _Counts | None, position: int, cap: float) -> tuple[float, float, float] | None:
+def _at(counts: Counts | None, position: int, cap: float) -> tuple[float, float, float] | None:
     if counts is None or position >= len(counts.offered):
         return None
     return counts.accepted[position], counts.offered[position], cap
@@ -346,47 +296,3 @@ def _layers(mean: float, strength: float, *layers: tuple[float, float, float] | 
 
 def _beta_variance(mean: float, count: float) -> float:
     return OVERDISPERSION * mean * (1.0 - mean) / (count + 1.0)
-
-
-@lru_cache(maxsize=4096)
-def beta_interval(a: float, b: float, mass: float = 0.9) -> tuple[float, float]:
-    """Equal-tailed interval holding `mass` of Beta(a, b), by bisection of the regularised incomplete beta function."""
-    a, b = max(a, 1e-3), max(b, 1e-3)
-    return _beta_quantile(a, b, (1.0 - mass) / 2), _beta_quantile(a, b, (1.0 + mass) / 2)
-
-
-def _beta_quantile(a: float, b: float, mass: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if beta_cdf(middle, a, b) < mass:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-def beta_cdf(x: float, a: float, b: float) -> float:
-    """Regularised incomplete beta function I_x(a, b) by its continued fraction (DLMF 8.17.22, modified Lentz)."""
-    if x <= 0.0 or x >= 1.0:
-        return 0.0 if x <= 0.0 else 1.0
-    if x > (a + 1.0) / (a + b + 2.0):
-        return 1.0 - beta_cdf(1.0 - x, b, a)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
-    tiny = 1e-300
-    c, d = 1.0, 1.0 - (a + b) * x / (a + 1.0)
-    d = 1.0 / (d if abs(d) > tiny else tiny)
-    value = d
-    for m in range(1, 300):
-        for numerator in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1.0 + numerator * d
-            d = 1.0 / (d if abs(d) > tiny else tiny)
-            c = 1.0 + numerator / c
-            c = c if abs(c) > tiny else tiny
-            value *= c * d
-        if abs(c * d - 1.0) < 1e-12:
-            break
-    return front * value

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from specbatch.control.correction import Arm
-from specbatch.control.records import METHOD_NAMES
+from specbatch.control.records import METHOD_DRAFT, METHOD_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,9 @@ class Limits:
     probe_rounds: int = 64
     max_probe_steps: int = 12
     horizon_steps: int = 1500  # how long what a probe teaches is taken to hold
+
+
+SURE = 2.0  # standard deviations of a large gain that need no second look
 
 
 def name(arm: Arm) -> str:
@@ -59,11 +62,14 @@ class ShardState:
         """The mode thought best so far (not the one on probe)."""
         return self.home if self.home is not None else self.arm
 
-    def wants(self, step: int, arm: Arm, gain: float, limits: Limits) -> bool:
-        """Whether a best candidate that promises `gain` (log of the ratio) is to be switched to now."""
+    def wants(self, step: int, arm: Arm, gain: float, limits: Limits, sd: float = math.inf) -> bool:
+        """Whether a best candidate that promises `gain` (log of the ratio), give or take `sd`, is to be switched to now."""
         enough = limits.switch_k_gain if arm[0] == self.arm[0] else limits.switch_gain
         self.strong = self.strong + 1 if gain >= math.log1p(enough) else 0
         self.steady = self.steady + 1 if gain >= math.log1p(limits.steady_gain) else 0
+        cheap = METHOD_DRAFT not in (arm[0], self.arm[0])  # no KV to fill on the way there or back
+        if cheap and gain >= max(math.log1p(limits.large_gain), SURE * sd):
+            return True
         dwell = self.dwell // 4 if gain >= math.log1p(limits.large_gain) else self.dwell
         if step - self.since < dwell:
             return False

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specbatch.control.choice import Limits, ShardState, name
@@ -23,11 +22,12 @@ from specbatch.control.correction import Arm
 from specbatch.control.cost_model import StepCost
 from specbatch.control.fixed import FixedPolicy
 from specbatch.control.learning import Learner
+from specbatch.control.options import ControllerOptions
 from specbatch.control.probing import Prober
 from specbatch.control.records import (
     METHOD_DRAFT,
-    METHOD_EXTERNAL,
     METHOD_NGRAM,
+    METHOD_NONE,
     AcceptanceSample,
     Candidate,
     Decision,
@@ -42,11 +42,10 @@ from specbatch.control.scoring import (
     AR,
     Score,
     Scorer,
-    Situation,
     arms,
     draft_prefill_seconds,
-    situation,
 )
+from specbatch.control.situation import Situation, situation
 
 __all__ = [
     "AcceptanceSample",
@@ -63,42 +62,6 @@ __all__ = [
     "StepStats",
     "StepTimer",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerOptions:
-    """What a controller may choose from, and the sizes it needs. Raises ValueError naming the option."""
-
-    methods: tuple[int, ...]  # METHOD_* besides AR that the engine can run
-    max_num_seqs: int
-    ks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-    allow_ar: bool = True
-    draft_kv_ratio: float = 0.0  # pages of draft KV a page of target KV; 0: the draft keeps none of its own
-    block_size: int = 16
-    can_probe_draft: bool = True  # the engine answers Decision.probe_draft_rows
-    limits: Limits = field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        known = (METHOD_NGRAM, METHOD_DRAFT, METHOD_EXTERNAL)
-        if any(m not in known for m in self.methods):
-            raise ValueError(f"methods must be among {known}, got {self.methods}")
-        if not self.ks or min(self.ks) < 1 or list(self.ks) != sorted(set(self.ks)):
-            raise ValueError(f"ks must be ascending and at least 1, got {self.ks}")
-        if not self.allow_ar and not self.methods:
-            raise ValueError("without AR at least one method is needed")
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if self.draft_kv_ratio < 0:
-            raise ValueError(f"draft_kv_ratio must not be negative, got {self.draft_kv_ratio}")
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "methods": list(self.methods), "ks": list(self.ks)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ControllerOptions:
-        values = dict(data)
-        values.update(methods=tuple(data["methods"]), ks=tuple(data["ks"]), limits=Limits(**data["limits"]))
-        return cls(**values)
 
 
 MIN_INTERVAL, MAX_INTERVAL = 4, 32  # steps between evaluations
@@ -156,7 +119,7 @@ class Controller:
             self.log(self.start_event())
         self._evaluations += 1
         modes = {shard: state.arm for shard, state in self.states.items()}
-        self.known.learn(observation, self.prober.shadow_k, self.prober.draft_k, modes)
+        self.known.learn(observation, self.prober.shadow_k > 0, modes)
         self.prober.begin(observation)
         now = situation(
             observation, self.known.gauges, self.known.lengths, self.options.block_size, self.options.max_num_seqs
@@ -196,23 +159,23 @@ class Controller:
         tried = state.arm if state.home is not None else None
         incumbent = scores[state.base]
         best = max(scores.values(), key=lambda s: (s.rate, -s.arm[1]))
-        gain, _ = scorer.gain(best, incumbent)
+        gain, sd = scorer.gain(best, incumbent)
         reason = ""
         if fresh:
             state.arm = self._first(scores)
             reason = f"first choice: {self._words(scores[state.arm], scores)}"
         elif tried is not None:
             state.end_probe()
-            here = (
-                best.arm == tried or best.arm[0] == tried[0] != state.arm[0]
-            )  # the method is in force: only k is open
-            if here and gain >= math.log1p(limits.steady_gain):
-                state.switch(step, best.arm, limits)
-                reason = f"the probe paid: {self._words(best, scores)}"
+            # The method was in force: another k of it may look better still. Or what needs no trial does.
+            known = best.arm[0] in (METHOD_NONE, tried[0], *scorer.watched)
+            paid = best if known else scores[tried]
+            if scorer.gain(paid, incumbent)[0] >= math.log1p(limits.steady_gain):
+                state.switch(step, paid.arm, limits)
+                reason = f"the probe paid: {self._words(paid, scores)}"
             else:
                 reason = f"{name(tried)} tried: {self._ratio(scores[tried], incumbent)} of {name(state.arm)}"
         elif best.arm != state.arm:
-            if state.wants(step, best.arm, gain, limits):
+            if state.wants(step, best.arm, gain, limits, sd):
                 state.switch(step, best.arm, limits)
                 reason = f"{self._words(best, scores)}"
             elif state.strong:
@@ -274,7 +237,7 @@ class Controller:
         if shards:
             newest = max(self.states, key=lambda s: s)
             self._default = self.states[newest].base
-        probe_rows = self.prober.end(observation.step)
+        probe_rows = self.prober.wanted_rows
         key = (self._default, tuple((s.shard, s.method, s.k) for s in shards), self.prober.shadow_k, probe_rows)
         changed = key != self._last
         self._last = key
@@ -310,17 +273,26 @@ class Controller:
         self._low, self._high = running / 1.4, running * 1.4 + 1
 
     def _scorer(self, now: Situation) -> Scorer:
+        coverage = self.known.coverage
+        if not any(
+            state.arm[0] == METHOD_DRAFT for state in self.states.values()
+        ):  # not seen: as the pages would have it
+            coverage = min(coverage, now.coverage(self.options.draft_kv_ratio))
         return Scorer(
             book=self.known.book,
             cost=self.known.cost,
             correction=self.known.correction,
             draft_kv_ratio=self.options.draft_kv_ratio,
             draft_prefill=draft_prefill_seconds(self.known.cost) * self.known.draft_prefill_factor,
+            draft_prefill_together=draft_prefill_seconds(
+                self.known.cost, now.running if now.saturated else 1.0, now.context
+            )
+            * self.known.draft_prefill_factor,
             mix=self.known.mix,
-            coverage=self.known.coverage,
-            reference_k=self.prober.draft_k or 4,
+            coverage=coverage,
             now=now,
             in_force={shard: state.arm for shard, state in self.states.items()},
+            watched=(METHOD_NGRAM,) if self.prober.shadow_k else (),
         )
 
     # -- words -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ pass that is 30 % dearer does, after a few steps. What has not been tried stays 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,9 +89,14 @@ class CostCorrection:
 
     def difference_sd(self, arm_a: Arm, parts_a: Parts, arm_b: Arm, parts_b: Parts) -> float:
         """Standard deviation of log(seconds of a / seconds of b)."""
-        gradient = self._model(arm_a, parts_a)[1]
-        for i, slope in self._model(arm_b, parts_b)[1].items():
-            gradient[i] = gradient.get(i, 0.0) - slope
+        return self.spread([(1.0, arm_a, parts_a), (-1.0, arm_b, parts_b)])
+
+    def spread(self, kinds: Iterable[tuple[float, Arm, Parts]]) -> float:
+        """Standard deviation of the sum of weight x log(seconds) of kinds of step."""
+        gradient: dict[int, float] = {}
+        for weight, arm, parts in kinds:
+            for i, slope in self._model(arm, parts)[1].items():
+                gradient[i] = gradient.get(i, 0.0) + weight * slope
         items = list(gradient.items())
         cov = self._cov
         variance = sum(a * b * float(cov[i, j]) for i, a in items for j, b in items)

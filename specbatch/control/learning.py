@@ -14,18 +14,20 @@ from specbatch.control.cost_model import StepCost
 from specbatch.control.records import (
     METHOD_DRAFT,
     METHOD_DRAFT_SHADOW,
-    METHOD_NGRAM_SHADOW,
+    METHOD_NGRAM,
     STEP_DECODE,
     STEP_DRAFT_PREFILL,
+    AcceptanceSample,
     Observation,
     StepStats,
 )
 from specbatch.control.row_groups import RowMix
-from specbatch.control.scoring import CATCH_UP_CHUNK, Gauges, OutputLengths, step_parts
+from specbatch.control.scoring import CATCH_UP_CHUNK, step_parts
+from specbatch.control.situation import Gauges, OutputLengths
 
 MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
 MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
-ROW_ALIKE = 0.1  # correlation of rounds of one row: many rounds of few rows say less than the same rounds of many
+ROW_ALIKE = 0.3  # correlation of rounds of one row: many rounds of few rows say less than the same rounds of many
 
 
 class Learner:
@@ -53,10 +55,11 @@ class Learner:
         if arm[1]:
             self._last_k[shard, arm[0]] = arm[1]
 
-    def learn(self, observation: Observation, shadow_k: int, probe_k: int, modes: dict[int, Arm]) -> None:
-        """One observation. modes: what each shard was doing; shadow_k, probe_k: the k the shadows counted rounds of."""
+    def learn(self, observation: Observation, shadowed: bool, modes: dict[int, Arm]) -> None:
+        """One observation. modes: what each shard was doing; shadowed: n-gram rounds were scored on all tokens."""
         self.gauges.update(observation)
         self.lengths.add(observation.finished_rows, observation.finished_output_tokens)
+        self.lengths.drain(observation)
         self.correction.advance()
         for stats in observation.steps:
             self._learn_steps(stats)
@@ -64,7 +67,7 @@ class Learner:
         drafting = {arm[0] for arm in modes.values() if arm[1]}
         if len(drafting) == 1 and observation.row_groups:
             self.mix.setdefault(drafting.pop(), RowMix()).add(observation.row_groups, observation.running)
-        self._learn_acceptance(observation, shadow_k, probe_k)
+        self._learn_acceptance(observation, shadowed)
 
     def _learn_steps(self, stats: StepStats) -> None:
         self.seconds += stats.seconds
@@ -113,23 +116,23 @@ class Learner:
             seen, weight = 1.0, 1.0 - 0.5 ** (sum(s.steps for s in observation.steps) / 64.0)
         self.coverage += weight * (seen - self.coverage)
 
-    def _learn_acceptance(self, observation: Observation, shadow_k: int, probe_k: int) -> None:
+    def _learn_acceptance(self, observation: Observation, shadowed: bool) -> None:
         refreshed = set()
         running = {s.shard: s.running for s in observation.shards}
-        shadow_rounds = sum(s.rounds for s in observation.acceptance if s.method == METHOD_DRAFT_SHADOW)
         probed_rows = sum(s.rows for s in observation.steps if s.method == METHOD_DRAFT_SHADOW)
-        row_rounds = shadow_rounds / max(probed_rows, 1)
+        batches: dict[tuple[int, int], dict[int, AcceptanceSample]] = {}
         for sample in observation.acceptance:
+            if sample.method == METHOD_NGRAM and shadowed:
+                continue  # the same rounds are among those scored on all tokens, beside those of the other k
+            k = sample.k or self._last_k.get((sample.shard, sample.method), len(sample.offered))
+            batches.setdefault((sample.shard, sample.method), {})[k] = sample
+        for (shard, method), samples in batches.items():
             weight = 1.0
-            if sample.method == METHOD_NGRAM_SHADOW:
-                k = shadow_k
-            elif sample.method == METHOD_DRAFT_SHADOW:
-                k = probe_k or len(sample.offered)
-                weight = 1.0 / (1.0 + ROW_ALIKE * max(row_rounds - 1.0, 0.0))
-            else:
-                k = self._last_k.get((sample.shard, sample.method), len(sample.offered))
-            self.book.add(sample, k, max(MEMORY_STEPS * running.get(sample.shard, 1), MEMORY_ROUNDS), weight)
-            refreshed.add((sample.shard, SHADOWS.get(sample.method, sample.method)))
+            if method == METHOD_DRAFT_SHADOW:
+                rounds = max(sample.rounds for sample in samples.values()) / max(probed_rows, 1)
+                weight = 1.0 / (1.0 + ROW_ALIKE * max(rounds - 1.0, 0.0))
+            self.book.add_each(samples, max(MEMORY_STEPS * running.get(shard, 1), MEMORY_ROUNDS), weight)
+            refreshed.add((shard, SHADOWS.get(method, method)))
         steps = sum(s.steps for s in observation.steps if s.kind == STEP_DECODE)
         if steps:
             self.book.fade_idle(refreshed, steps)

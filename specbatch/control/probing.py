@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from specbatch.control.choice import Limits, ShardState, expected_improvement
 from specbatch.control.correction import Arm
 from specbatch.control.learning import Learner
-from specbatch.control.records import METHOD_DRAFT, METHOD_DRAFT_SHADOW, METHOD_NGRAM, Observation
-from specbatch.control.scoring import CATCH_UP_CHUNK, Score, Scorer, Situation, draft_prefill_seconds
+from specbatch.control.records import METHOD_DRAFT, METHOD_DRAFT_SHADOW, METHOD_NGRAM, METHOD_NONE, Observation
+from specbatch.control.scoring import CATCH_UP_CHUNK, Score, Scorer, draft_prefill_seconds
+from specbatch.control.situation import Situation
 
 MOST_PROBED_ROWS = 32
+COST_STEPS = 3  # steps that tell what a mode costs
 LEAST_PRODUCED = 6.0  # mean output tokens of the rows, below which a pass over them says too little
 PROBE_EVERY = 24  # steps between two passes over a shard's tokens; doubles with each that found nothing to read
-SHADOW_STEPS = 16  # steps one k of the n-gram shadow is counted for
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,12 @@ class Prober:
     """The budgets of one run."""
 
     def __init__(self, limits: Limits, ks: tuple[int, ...], methods: tuple[int, ...], known: Learner) -> None:
-        self.limits, self.ks, self.known = limits, ks, known
+        self.limits, self.known = limits, known
         self.probe_spent = 0.0  # seconds that trying modes out is expected to have cost
         self.shadow_spent = 0.0  # seconds of teacher-forced draft passes, asked for ones at their expected price
-        self.shadow_k = 0  # of the n-gram shadow
-        self.draft_k = 0  # of the last pass over produced tokens
-        self.wanted_rows = 0  # of the pass this evaluation asks for
-        self._shadows_ngram = METHOD_NGRAM in methods
-        self._shadow_since = 0
+        self.shadow_k = max(ks) if METHOD_NGRAM in methods else 0  # most drafts of the n-gram shadow's rounds
+        self.draft_k = max(ks)  # most drafts of the rounds counted in a pass over produced tokens
+        self.wanted_rows = 0  # that the draft is to be run over after this evaluation
         self._asked = 0.0  # expected price of the pass not answered yet
         self._unanswered = 0
         self._after: dict[int, int] = {}  # shard -> step before which no pass over its tokens is asked for
@@ -56,16 +55,6 @@ class Prober:
         answered = any(sample.method == METHOD_DRAFT_SHADOW for sample in observation.acceptance)
         self._unanswered = 0 if answered else self._unanswered + 1
         self._asked = 0.0
-
-    def end(self, step: int) -> int:
-        """After the last shard. Returns the rows the draft is to be run over; 0: none."""
-        if self.wanted_rows:
-            self.draft_k = max(k for k in self.ks if k <= 4 or k == self.ks[0])
-        if self._shadows_ngram and (self.shadow_k == 0 or step - self._shadow_since >= SHADOW_STEPS):
-            # One k after another: each has rounds of its own.
-            at = self.ks.index(self.shadow_k) + 1 if self.shadow_k in self.ks else min(1, len(self.ks) - 1)
-            self.shadow_k, self._shadow_since = self.ks[at % len(self.ks)], step
-        return self.wanted_rows
 
     def forget(self, shard: int) -> None:
         self._after.pop(shard, None)
@@ -82,29 +71,32 @@ class Prober:
         left = seconds_left(now, incumbent)
         horizon = min(left, limits.horizon_steps * incumbent.seconds)
         budget = limits.probe_share * (known.seconds + left) - self.probe_spent
-        steps = int(min(max(math.ceil(limits.probe_rounds / rows), 2), limits.max_probe_steps))
+        most = int(min(max(math.ceil(limits.probe_rounds / rows), 2), limits.max_probe_steps))
         best: Score | None = None
         best_worth = best_loss = 0.0
+        best_steps = 0
         for score in scores.values():
             if score.arm == state.arm or not state.may_probe(step, score.arm):
                 continue
             if score.arm[0] == METHOD_DRAFT and known.coverage < 0.3:  # no page to draft with: nothing would be learned
                 continue
-            gain, sd = scorer.gain(score, incumbent, trying=True)
+            cost_only = score.arm[0] in (METHOD_NONE, *scorer.watched)  # acceptance is counted whatever is in force
+            gain, sd = scorer.gain(score, incumbent, trying=True, cost_only=cost_only)
             ways = 0.0  # filling the draft's KV, on the way there or on the way back
             if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
                 ways = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * rows * now.context
+            steps = min(most, COST_STEPS) if cost_only else most
             loss = max(1.0 - math.exp(gain), 0.0) * steps * incumbent.seconds + ways
             worth = (expected_improvement(gain, sd) - max(gain, 0.0)) * horizon - loss
             if worth > best_worth and loss <= budget:
-                best, best_worth, best_loss = score, worth, loss
+                best, best_worth, best_loss, best_steps = score, worth, loss, steps
         if best is None:
             return None
         self.probe_spent += best_loss
-        patience = 4 * steps
+        patience = 4 * best_steps
         if best.arm[0] == METHOD_DRAFT:
             patience += math.ceil(rows * now.context / CATCH_UP_CHUNK)
-        return Trial(best, steps, patience)
+        return Trial(best, best_steps, patience)
 
     def consider_pass(
         self,

@@ -63,6 +63,7 @@ class AcceptanceSample:
     offered: tuple[int, ...]
     accepted: tuple[int, ...]
     committed: int = 0
+    k: int = 0  # of a shadow: drafts a round; 0: the k in force
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,9 @@ class Decision:
     method: int
     k: int
     shards: tuple[ShardDecision, ...]
-    shadow_ngram: int  # k of set_shadow_ngram; 0 is off
+    shadow_ngram: int  # score n-gram rounds of 1 ... this many drafts (set_shadow_ngram); 0 is off
     probe_draft_rows: int  # run the draft, teacher-forced, over what this many rows (running or finished) produced
-    probe_draft_k: int  # and count rounds of this many drafts (chain_counts), as METHOD_DRAFT_SHADOW
+    probe_draft_k: int  # and count rounds of 1 ... this many drafts (chain_counts), as METHOD_DRAFT_SHADOW
     max_rows: int
     changed: bool  # anything above differs from the last decision: the engine may skip an unchanged one
     reason: str

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.control.acceptance import chain_counts
+from specbatch.control.counts import draft_shadow
 from specbatch.control.records import (
     METHOD_DRAFT,
-    METHOD_DRAFT_SHADOW,
     METHOD_EXTERNAL,
     METHOD_NGRAM,
-    METHOD_NGRAM_SHADOW,
     METHOD_NONE,
     STEP_DECODE,
     STEP_DRAFT_PREFILL,
@@ -28,10 +26,10 @@ from specbatch.control.records import (
     Decision,
     ShardRows,
 )
+from specbatch.control.row_counts import RowCounts
 from specbatch.control.row_groups import RowTally
 from specbatch.control.simulate import SimStep, Workload, runs
 
-MAX_K = 16
 FED_GAP = 2  # tokens the first draft pass of a step can feed
 
 
@@ -59,11 +57,9 @@ class PlainRows:
         self.token_budget = token_budget
         self.feed = feed
         self.draft_runs = runs(workload.draft_hits)
-        self.ngram_runs = runs(workload.ngram_hits)
         count = len(workload)
         self.produced = np.zeros(count, dtype=np.int64)
         self.draft_seen = np.full(count, -1, dtype=np.int64)  # tokens in the draft's KV; -1: no table
-        self.shadow_open = np.zeros(count, dtype=np.int64)  # position at which the row's next shadow round starts
         self.resume_at = np.zeros(count, dtype=np.int64)  # decode step before which the row does not draft
         self.drops = np.zeros(count, dtype=np.int64)
         self.decode_steps = 0
@@ -74,7 +70,7 @@ class PlainRows:
         self.shadow_k = 0
         self.tally = RowTally(count)
         self.gone: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # finished since the last observation
-        self.counts: dict[tuple[int, int], list[Any]] = {}
+        self.counts = RowCounts(workload)
         self.finished = [0, 0, 0]
         self.preempted = self.dropped = 0
 
@@ -127,23 +123,16 @@ class PlainRows:
         return values
 
     def take_acceptance(self) -> tuple[AcceptanceSample, ...]:
-        samples = tuple(
-            AcceptanceSample(shard, method, c[0], c[1], tuple(map(int, c[2])), tuple(map(int, c[3])), c[4])
-            for (shard, method), c in self.counts.items()
-        )
-        self.counts.clear()
-        return samples
+        return self.counts.take()
 
     def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int, int]:
-        samples, tokens = [], 0
+        found, tokens = [], 0
         for row in self.running[-rows:]:
             done = int(self.produced[row])
             if done:
-                rounds, offered, accepted = chain_counts(self.work.draft_hits[row, :done].tolist(), k)
-                shard = int(self.work.shard[row])
-                samples.append(AcceptanceSample(shard, METHOD_DRAFT_SHADOW, rounds, rounds, offered, accepted))
+                found.append((int(self.work.shard[row]), self.work.draft_hits[row, :done].tolist()))
                 tokens += int(self.work.prompt[row]) + done
-        return tuple(samples), len(samples), tokens
+        return draft_shadow(found, k), len(found), tokens
 
     # -- the scheduler --------------------------------------------------------------------------------------------
 
@@ -192,7 +181,7 @@ class PlainRows:
         if not rows:
             return None
         self.running = np.concatenate([self.running, np.array(rows, dtype=np.int64)])
-        self.shadow_open[rows] = self.produced[rows]
+        self.counts.restart(np.array(rows), self.produced[rows])
         return SimStep(STEP_PREFILL, rows=len(rows), tokens=tokens, context=tokens)
 
     def _owed(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -305,7 +294,7 @@ class PlainRows:
             elif method == METHOD_NGRAM:
                 usable = mine & work.ngram_match[rows, at]
                 drafts[usable] = np.minimum(k, left[usable] - 1)
-                hits[usable] = self.ngram_runs[rows[usable], at[usable]]
+                hits[usable] = self.counts.ngram_runs[rows[usable], at[usable]]
         accepted = np.minimum(drafts, hits)
         committed = np.minimum(accepted + 1, work.output[rows] - at)
         context = work.prompt[rows] + at
@@ -325,8 +314,12 @@ class PlainRows:
         )
         asked = (drafts > 0) | (method_of == METHOD_NGRAM)
         self.tally.add(rows[asked], drafts[asked], accepted[asked])
-        self._count(shards, method_of, drafts, np.minimum(accepted, committed), committed)
-        self._shadow(rows, shards, at, committed)
+        for shard in np.unique(shards):
+            method, k = self._mode(int(shard))
+            self.counts.add(
+                int(shard), method, k, (shards == shard) & (method_of == method), drafts, accepted, committed
+            )
+        self.counts.score_ngram(rows, at, committed, self.shadow_k)
         self.produced[rows] += committed
         self.draft_seen[rows[drafting]] = (context + committed)[drafting]
         ended = self.produced[rows] >= work.output[rows]
@@ -338,46 +331,3 @@ class PlainRows:
             self.finished[2] += int(work.output[gone].sum())
             self.running = rows[~ended]
         return step
-
-    def _count(self, shards: Any, methods: Any, drafts: Any, accepted: Any, committed: Any) -> None:
-        for shard in np.unique(shards):
-            method, k = self._mode(int(shard))
-            mine = (shards == shard) & (methods == method)
-            if method == METHOD_DRAFT:
-                mine &= drafts > 0
-            if method == METHOD_NONE or not k or not mine.any():
-                continue
-            line = self.counts.setdefault((int(shard), method), _line())
-            line[0] += int(mine.sum())
-            line[1] += int((drafts[mine] > 0).sum())
-            for j in range(k):
-                # a row that ended inside its accepted run was not offered the next position
-                reached = (drafts[mine] > j) & (accepted[mine] >= j) & (committed[mine] > j)
-                line[2][j] += int(reached.sum())
-                line[3][j] += int((reached & (accepted[mine] > j)).sum())
-            line[4] += int(committed[mine].sum())
-
-    def _shadow(self, rows: Any, shards: Any, at: Any, committed: Any) -> None:
-        """Score n-gram rounds of shadow_k drafts over the tokens being committed, as real rounds would have gone."""
-        if not self.shadow_k:
-            return
-        start = np.maximum(self.shadow_open[rows], at)
-        end = at + committed
-        while (open_ := start < end).any():
-            mine, where = rows[open_], start[open_]
-            match = self.work.ngram_match[mine, where]
-            hits = np.where(match, np.minimum(self.shadow_k, self.ngram_runs[mine, where]), 0)
-            for shard in np.unique(shards[open_]):
-                line = self.counts.setdefault((int(shard), METHOD_NGRAM_SHADOW), _line())
-                own = shards[open_] == shard
-                line[0] += int(own.sum())
-                line[1] += int(match[own].sum())
-                for j in range(self.shadow_k):
-                    line[2][j] += int((match & (hits >= j))[own].sum())
-                    line[3][j] += int((match & (hits > j))[own].sum())
-            start[open_] = where + hits + 1
-        self.shadow_open[rows] = start
-
-
-def _line() -> list[Any]:
-    return [0, 0, np.zeros(MAX_K, dtype=np.int64), np.zeros(MAX_K, dtype=np.int64), 0]

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from specbatch._core import StepInfo
-from specbatch.control.acceptance import chain_counts
-from specbatch.control.records import METHOD_DRAFT_SHADOW, AcceptanceSample
+from specbatch.control.counts import draft_shadow
+from specbatch.control.records import AcceptanceSample
 from specbatch.engine.parts import EngineParts
 from specbatch.engine.row_params import PENALTY_SLOT
 from specbatch.engine.sampler import sample_draft
@@ -53,7 +53,7 @@ class DraftProbe:
         self._most_logits = plan.max_num_seqs * (plan.max_speculative_tokens + 1)
 
     def run(self, rows: int, k: int, prompt: Ints, shard: Ints) -> Probe | None:
-        """Probe up to `rows` rows and count rounds of k drafts. `prompt`, `shard`: prompt tokens and shard by handle. None: no
+        """Probe up to `rows` rows and count rounds of 1 to k drafts. `prompt`, `shard`: prompt tokens and shard by handle. None: no
         row has produced enough, or there is no room. To be called between two steps."""
         start = time.perf_counter()
         core, arrays = self.parts.core, self.parts.arrays
@@ -103,21 +103,8 @@ class DraftProbe:
         positions = arrays.device["draft_positions"][at]
         drafted, _ = sample_draft(as_wide_as(logits, params.vocab), params, row, positions)
         hits = drafted.cpu().numpy() == ids[index + 1]
-        return _by_shard(np.split(hits, np.cumsum([len(w) for w in wanted])[:-1]), shard[handles], k)
-
-
-def _by_shard(hits: list[NDArray[np.bool_]], shard: Ints, k: int) -> tuple[AcceptanceSample, ...]:
-    """Rounds of k drafts over each row's hits, summed."""
-    sums: dict[int, NDArray[np.int64]] = {}
-    for row, number in zip(hits, shard.tolist(), strict=True):
-        rounds, offered, accepted = chain_counts(row.tolist(), k)
-        if rounds:
-            line = np.array([rounds, *offered, *accepted])
-            sums[number] = sums[number] + line if number in sums else line
-    return tuple(
-        AcceptanceSample(number, METHOD_DRAFT_SHADOW, line[0], line[0], tuple(line[1 : k + 1]), tuple(line[k + 1 :]))
-        for number, line in ((n, s.tolist()) for n, s in sums.items())
-    )
+        by_row = np.split(hits, np.cumsum([len(w) for w in wanted])[:-1])
+        return draft_shadow([(s, row.tolist()) for s, row in zip(shard[handles].tolist(), by_row, strict=True)], k)
 
 
 def draft_probe(parts: EngineParts) -> DraftProbe | None:

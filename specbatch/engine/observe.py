@@ -216,8 +216,10 @@ class PolicyDriver:
         counts = self.core.take_acceptance()
         probed, self._probed = self._probed, ()
         return probed + tuple(
-            AcceptanceSample(shard, method, rounds, proposed, tuple(offered), tuple(accepted), committed)
-            for shard, method, rounds, proposed, offered, accepted, committed in zip(
+            AcceptanceSample(
+                shard, method, rounds, proposed, tuple(offered[: k or None]), tuple(accepted[: k or None]), committed, k
+            )
+            for shard, method, rounds, proposed, offered, accepted, committed, k in zip(
                 counts.shard.tolist(),
                 counts.method.tolist(),
                 counts.rounds.tolist(),
@@ -225,6 +227,7 @@ class PolicyDriver:
                 counts.offered.tolist(),
                 counts.accepted.tolist(),
                 counts.committed.tolist(),
+                counts.k.tolist(),
                 strict=True,
             )
         )

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch import _core
-from specbatch.control.acceptance import chain_counts
-from specbatch.control.records import METHOD_DRAFT_SHADOW, AcceptanceSample, Decision, ShardRows
+from specbatch.control.counts import draft_shadow
+from specbatch.control.records import AcceptanceSample, Decision, ShardRows
 from specbatch.control.row_groups import RowTally
 from specbatch.control.simulate import SimStep, Workload, runs
 
@@ -150,10 +150,10 @@ class CoreRows:
     def take_acceptance(self) -> tuple[AcceptanceSample, ...]:
         counts = self.core.take_acceptance()
         return tuple(
-            AcceptanceSample(shard, method, rounds, proposed, tuple(offered), tuple(accepted), committed)
-            for shard, method, rounds, proposed, offered, accepted, committed in zip(
+            AcceptanceSample(shard, method, rounds, proposed, tuple(offered), tuple(accepted), committed, k)
+            for shard, method, rounds, proposed, offered, accepted, committed, k in zip(
                 *(a.tolist() for a in (counts.shard, counts.method, counts.rounds, counts.proposed)),
-                *(a.tolist() for a in (counts.offered, counts.accepted, counts.committed)),
+                *(a.tolist() for a in (counts.offered, counts.accepted, counts.committed, counts.k)),
                 strict=True,
             )
         )
@@ -161,17 +161,14 @@ class CoreRows:
     def probe_draft(self, rows: int, k: int) -> tuple[tuple[AcceptanceSample, ...], int, int]:
         info = self.core.lend_draft(rows, self.buffers)
         handles = self.host["seq_index"][: info.num_rows].copy()
-        samples = []
+        found = []
         for handle, length in zip(handles.tolist(), self.host["draft_seq_lens"][: info.num_rows].tolist(), strict=True):
             row = int(self._row[handle])
             # Prefill gives the first token and the last one is not read: what is in between could have been drafted.
             hits = self.work.draft_hits[row, 1 : length - int(self.work.prompt[row])]
-            rounds, offered, accepted = chain_counts(hits.tolist(), k)
-            if rounds:
-                shard = int(self.work.shard[row])
-                samples.append(AcceptanceSample(shard, METHOD_DRAFT_SHADOW, rounds, rounds, offered, accepted))
+            found.append((int(self.work.shard[row]), hits.tolist()))
             self.core.drop_draft(handle)
-        return tuple(samples), len(handles), info.draft_num_tokens
+        return draft_shadow(found, k), len(handles), info.draft_num_tokens
 
     # -- one step -------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,7 @@ use super::Scheduler;
 use crate::error::{Error, Result, ensure};
 use crate::ngram::NgramIndex;
 use crate::sequence::{FinishReason, Handle, RowError, SequenceStatus};
-use crate::shadow::Round;
-use crate::speculation::Method;
+use crate::shadow::{Ended, Round};
 use crate::step::{RowPlan, StepKind, StepResult};
 
 impl Scheduler {
@@ -137,21 +136,24 @@ impl Scheduler {
         committed
     }
 
-    /// Shows the shadow scorer what a row committed after its first `before` tokens. Rows whose n-gram proposals are
-    /// verified anyway are not scored.
+    /// Shows the shadow scorer what a row committed after its first `before` tokens, whatever brought them: rows whose
+    /// n-gram proposals are verified are scored too, for the numbers of drafts that they do not use.
     fn observe(&mut self, row: &RowPlan, before: usize) {
         let sequence = &mut self.rows[row.handle];
-        if self.shadow_k == 0 || (row.asked && self.plan.method == Method::Ngram) {
+        if self.shadow_k == 0 {
             sequence.shadow = None;
             return;
         }
         let (shortest, longest) = (self.config.ngram_min, self.config.ngram_max);
         let index = sequence.ngram.get_or_insert_with(|| Box::new(NgramIndex::new(shortest, longest)));
         let shadow = sequence.shadow.get_or_insert_default();
+        let shadows = self.shards.shadows(sequence.shard, self.config.max_speculative_tokens);
         for at in before..sequence.tokens.len() {
             let (known, next) = (&sequence.tokens[..at], sequence.tokens[at]);
-            if let Some(round) = shadow.observe(index, known, next, self.shadow_k) {
-                self.shards.record_shadow(sequence.shard, round, self.config.max_speculative_tokens);
+            if let Ended::Unmatched =
+                shadow.observe(index, known, next, self.shadow_k, |k, round| shadows.record(k, round))
+            {
+                shadows.record_unmatched(self.shadow_k);
             }
         }
     }

@@ -29,7 +29,10 @@ impl Scheduler {
         let candidates: Vec<Handle> = self.running.iter().copied().filter(|&handle| self.may_lend(handle)).collect();
         let mut budget = self.config.max_num_batched_tokens.min(capacity.tokens);
         let mut plan = StepPlan { kind: StepKind::DraftPrefill, method: Method::Draft, ..StepPlan::default() };
-        let rows = most.min(candidates.len());
+        // No more rows than fit, or those that do would all be from the front: the ones that run longest.
+        let tokens: usize = candidates.iter().map(|&handle| self.rows[handle].num_committed()).sum();
+        let fit = (budget * candidates.len()).checked_div(tokens).unwrap_or(0).max(1);
+        let rows = most.min(candidates.len()).min(fit);
         for i in 0..rows {
             // One of each stretch, anywhere in it: rows that come in a pattern must not all be of one kind.
             let (from, to) = (i * candidates.len() / rows, (i + 1) * candidates.len() / rows);

@@ -121,8 +121,9 @@ impl Scheduler {
         sequence.status = SequenceStatus::Finished;
         sequence.finish = Some(reason);
         sequence.error = error;
-        if let Some(round) = sequence.shadow.as_mut().and_then(|shadow| shadow.close()) {
-            self.shards.record_shadow(sequence.shard, round, self.config.max_speculative_tokens);
+        if let Some(shadow) = &mut sequence.shadow {
+            let shadows = self.shards.shadows(sequence.shard, self.config.max_speculative_tokens);
+            shadow.close(|k, round| shadows.record(k, round));
         }
         sequence.deactivate();
         self.finished.push(handle);
