@@ -1,6 +1,6 @@
 """OpenVINO GenAI (continuous batching, CPU) over a list of token-id prompts, as a process that answers on demand.
 
-Run by `against_openvino.py` in OpenVINO's own environment. Reads one JSON object a line from stdin ({"prompts", "max_tokens",
+Run by `against_peers.py` in OpenVINO's own environment. Reads one JSON object a line from stdin ({"prompts", "max_tokens",
 "lookup"}) and answers each with one on stdout ({"seconds", "completion_tokens"}); loading is not timed.
 """
 
