@@ -1,10 +1,10 @@
 //! Pages of KV memory: the free list, reference counts, the prefix cache, and the two tenants (target and draft)
 //! that share one pool. Knows nothing of rows or tokens beyond the names of full pages.
 
-use std::collections::HashMap;
+use hashbrown::HashTable;
 
 use crate::error::{Error, Result};
-use crate::prefix::{BuildKeyHasher, PageHash, UNNAMED};
+use crate::prefix::{PageHash, UNNAMED, key};
 
 /// Index of a page.
 pub type PageId = u32;
@@ -22,10 +22,11 @@ pub enum Tenant {
 }
 
 #[derive(Clone, Debug)]
+#[repr(align(16))]
 struct Page {
+    hash: PageHash,
     ref_count: u32,
     tenant: Tenant,
-    hash: PageHash,
     /// Neighbours in the list of cached pages nobody uses, least recently used first; the null page is its anchor.
     previous: PageId,
     next: PageId,
@@ -37,7 +38,9 @@ struct Page {
 pub struct BlockPool {
     pages: Vec<Page>,
     free: Vec<PageId>,
-    names: HashMap<PageHash, PageId, BuildKeyHasher>,
+    /// Pages by their names. The names themselves stand with the pages: a table of half a megabyte, not of two, for a
+    /// pool of 32,768 pages.
+    names: HashTable<PageId>,
     num_cached: usize,
     owned: [usize; 2],
 }
@@ -50,7 +53,7 @@ impl BlockPool {
         Self {
             pages: vec![blank; num_pages],
             free: (1..num_pages as PageId).rev().collect(),
-            names: HashMap::default(),
+            names: HashTable::new(),
             num_cached: 0,
             owned: [0; 2],
         }
@@ -136,7 +139,7 @@ impl BlockPool {
     /// The page that holds this content, if it is still there.
     #[must_use]
     pub fn lookup(&self, hash: PageHash) -> Option<PageId> {
-        self.names.get(&hash).copied()
+        self.names.find(key(hash), |&page| self.pages[page as usize].hash == hash).copied()
     }
 
     /// Whether nobody owns a (cached) page, so that acquiring it makes one page less available.
@@ -157,9 +160,9 @@ impl BlockPool {
     /// Names the content of an owned target page that is full of committed tokens. When another page already holds
     /// the same content, that one keeps the name and this one stays private.
     pub fn publish(&mut self, page: PageId, hash: PageHash) {
-        if self.pages[page as usize].hash == UNNAMED && !self.names.contains_key(&hash) {
-            self.names.insert(hash, page);
+        if self.pages[page as usize].hash == UNNAMED && self.lookup(hash).is_none() {
             self.pages[page as usize].hash = hash;
+            self.names.insert_unique(key(hash), page, |&page| key(self.pages[page as usize].hash));
         }
     }
 
@@ -170,7 +173,7 @@ impl BlockPool {
             self.free.push(page);
             freed += 1;
         }
-        for (_, page) in self.names.drain() {
+        for page in self.names.drain() {
             self.pages[page as usize].hash = UNNAMED;
         }
         freed
@@ -182,8 +185,10 @@ impl BlockPool {
             return None;
         }
         self.unlink(page);
-        self.names.remove(&self.pages[page as usize].hash);
-        self.pages[page as usize].hash = UNNAMED;
+        let name = std::mem::replace(&mut self.pages[page as usize].hash, UNNAMED);
+        if let Ok(entry) = self.names.find_entry(key(name), |&other| other == page) {
+            entry.remove();
+        }
         Some(page)
     }
 
@@ -234,7 +239,7 @@ impl BlockPool {
         while page != NULL_PAGE && cached <= self.pages.len() {
             state[page as usize] += 1;
             cached += 1;
-            if self.names.get(&self.pages[page as usize].hash) != Some(&page) {
+            if self.lookup(self.pages[page as usize].hash) != Some(page) {
                 return fail(format!("cached page {page} cannot be found by its name"));
             }
             page = self.pages[page as usize].next;
@@ -256,7 +261,7 @@ impl BlockPool {
                     state[page]
                 ));
             }
-            if entry.hash != UNNAMED && self.names.get(&entry.hash) != Some(&(page as PageId)) {
+            if entry.hash != UNNAMED && self.lookup(entry.hash) != Some(page as PageId) {
                 return fail(format!("page {page} carries a name that belongs to another page"));
             }
         }

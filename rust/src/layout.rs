@@ -314,23 +314,25 @@ impl Packed {
         if len == 0 {
             return 0;
         }
+        assert!(range.start + len <= range.pages.len() * range.block_size, "a step's tokens have their pages");
         let ids = &mut ids[self.tokens..][..len];
         let positions = &mut positions[self.tokens..][..len];
         let slots = &mut slots[self.tokens..][..len];
         let block = range.block_size as u32;
-        let mut page = (range.start as u32 / block) as usize;
-        let mut offset = range.start as u32 % block;
+        let page = (range.start as u32 / block) as usize;
+        // A decode step's tokens lie on one page or two. No branch depends on which: it could not be predicted.
         let mut base = range.pages[page] * block;
+        let mut next = range.pages.get(page + 1).map_or(0, |&page| page * block);
+        let (mut at, mut behind) = (range.start as u32 % block, page + 2);
         for i in 0..len {
-            if offset == block {
-                offset = 0;
-                page += 1;
-                base = range.pages[page] * block;
+            if at >= 2 * block {
+                (base, next) = (next, range.pages.get(behind).map_or(0, |&page| page * block));
+                (at, behind) = (at - block, behind + 1);
             }
             ids[i] = 0;
             positions[i] = (range.start + i) as i32;
-            slots[i] = (base + offset).cast_signed();
-            offset += 1;
+            slots[i] = (if at < block { base + at } else { next + at - block }).cast_signed();
+            at += 1;
         }
         if let [token] = range.known {
             ids[0] = *token;

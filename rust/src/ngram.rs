@@ -6,13 +6,19 @@
 //! from the table before it. So a token whose n-gram is new costs one insertion, however many lengths there are, and
 //! still the most recent occurrence of an n-gram stands in its own table or in one of the shorter.
 
+/// So many new places are indexed at once. Until then they are looked through one by one: they are in the cache, as the
+/// tables of many rows are not, and where text repeats itself the match is mostly among them.
+const BATCH: usize = 16;
+
 /// One length. Open addressing; a slot is a tag in the high bits and the place (an end, so never 0) in the low bits.
-/// A table of 2^b slots holds places below 2^b, which leaves 32 - b bits for the tag.
+/// Its size follows the n-grams that differ, not the places: that of repetitive text stays in the cache.
 #[derive(Clone, Debug)]
 struct Table {
     n: usize,
     slots: Vec<u32>,
     used: usize,
+    /// Bits of a slot that hold the place; the tag has the others.
+    place_mask: u32,
 }
 
 /// A row's index. It follows the row's token list, which only ever grows.
@@ -20,7 +26,7 @@ struct Table {
 pub struct NgramIndex {
     /// Shortest length first.
     tables: Vec<Table>,
-    /// Every place up to this token count is indexed.
+    /// Every place up to this token count is indexed; those behind it are looked through.
     indexed: usize,
 }
 
@@ -28,7 +34,7 @@ impl NgramIndex {
     /// An empty index of the lengths `shortest..=longest`.
     #[must_use]
     pub fn new(shortest: usize, longest: usize) -> Self {
-        let table = |n| Table { n, slots: Vec::new(), used: 0 };
+        let table = |n| Table { n, slots: Vec::new(), used: 0, place_mask: 0 };
         Self { tables: (shortest..=longest).map(table).collect(), indexed: 0 }
     }
 
@@ -36,8 +42,7 @@ impl NgramIndex {
     /// longest n with a match first. Where that occurrence runs into the end of `tokens`, the proposal goes on from
     /// its own start, which continues a repetition. Returns how many tokens were proposed: `k`, or 0 without a match.
     pub fn propose(&mut self, tokens: &[i32], k: usize, out: &mut Vec<i32>) -> usize {
-        self.catch_up(tokens);
-        let Some(end) = self.find(tokens).filter(|_| k > 0) else {
+        let Some(end) = self.place(tokens).filter(|_| k > 0) else {
             return 0;
         };
         let first = out.len();
@@ -51,18 +56,47 @@ impl NgramIndex {
 
     /// Where the tokens that `propose` would propose begin: the end of the occurrence it goes on from.
     pub fn place(&mut self, tokens: &[i32]) -> Option<usize> {
-        self.catch_up(tokens);
+        if tokens.len() > self.indexed + BATCH {
+            self.catch_up(tokens);
+        }
         self.find(tokens)
+    }
+
+    /// Reads the slot where the next look-up begins and returns it. The look-up cannot go on before it has that slot, and
+    /// nor can that of the next row; reads for many rows, made beforehand, wait for memory side by side.
+    #[inline]
+    #[must_use]
+    pub fn touch(&self, tokens: &[i32]) -> u32 {
+        match self.tables.first() {
+            Some(table) if !table.slots.is_empty() && table.n <= tokens.len() => {
+                table.slots[table.home(Gram::EMPTY.lengthen(tokens, tokens.len(), table.n)).0]
+            }
+            _ => 0,
+        }
     }
 
     /// Where the longest, then most recent, earlier occurrence of the last tokens ended.
     fn find(&self, tokens: &[i32]) -> Option<usize> {
         let longest = self.tables.last()?.n;
+        let shortest = self.tables.first()?.n;
         let mut best: Option<(usize, usize)> = None;
+        for end in (self.indexed + 1..tokens.len()).rev() {
+            let matched = common_suffix(&tokens[..end], tokens, longest);
+            if matched == longest {
+                return Some(end);
+            }
+            if matched >= shortest && best.is_none_or(|(most, _)| matched > most) {
+                best = Some((matched, end));
+            }
+        }
+        let mut gram = Gram::EMPTY;
         for table in &self.tables {
             // A place that is in no shorter table was displaced from one, so this length was seen there at least.
-            let Some(end) = tokens.len().checked_sub(table.n).and_then(|start| table.find(tokens, &tokens[start..]))
-            else {
+            if table.n > tokens.len() || table.slots.is_empty() {
+                break;
+            }
+            gram = gram.lengthen(tokens, tokens.len(), table.n);
+            let Ok((_, end)) = table.search(tokens, tokens.len(), gram) else {
                 break;
             };
             let matched = common_suffix(&tokens[..end], tokens, longest);
@@ -78,12 +112,14 @@ impl NgramIndex {
     fn catch_up(&mut self, tokens: &[i32]) {
         let last = tokens.len().saturating_sub(1);
         for place in self.indexed + 1..=last {
-            let mut place = place;
+            let (mut place, mut gram) = (place, Gram::EMPTY);
             for table in &mut self.tables {
                 if place < table.n {
                     break;
                 }
-                match table.insert(tokens, place) {
+                // A displaced place ends the same n-gram: only what stands before it may differ.
+                gram = gram.lengthen(tokens, place, table.n);
+                match table.insert(tokens, place, gram) {
                     Some(displaced) => place = displaced,
                     None => break,
                 }
@@ -99,26 +135,22 @@ fn common_suffix(a: &[i32], b: &[i32], most: usize) -> usize {
 }
 
 impl Table {
-    /// Low bits of a slot: the place.
-    fn place_mask(&self) -> u32 {
-        self.slots.len() as u32 - 1
+    /// Where the search for an n-gram begins, and the tag it carries.
+    #[inline]
+    fn home(&self, gram: Gram) -> (usize, u32) {
+        let hash = gram.hash as u32;
+        (hash as usize & (self.slots.len() - 1), hash & !self.place_mask)
     }
 
-    /// Where the search for `hash` begins, and the tag it carries.
-    fn home(&self, hash: u32) -> (usize, u32) {
-        let mask = self.place_mask();
-        ((hash & mask) as usize, hash & !mask)
-    }
-
-    /// Stores `place`; returns the earlier place of the same n-gram that it displaces.
-    fn insert(&mut self, tokens: &[i32], place: usize) -> Option<usize> {
-        if self.slots.len() <= place || 2 * self.used >= self.slots.len() {
+    /// Stores `place`, which ends `gram`; returns the earlier place of the same n-gram that it displaces.
+    #[inline]
+    fn insert(&mut self, tokens: &[i32], place: usize, gram: Gram) -> Option<usize> {
+        if place > self.place_mask as usize || 2 * self.used >= self.slots.len() {
             self.grow(tokens, place);
         }
-        let gram = &tokens[place - self.n..place];
-        match self.search(tokens, gram) {
+        match self.search(tokens, place, gram) {
             Ok((at, earlier)) => {
-                self.slots[at] = self.slots[at] & !self.place_mask() | place as u32;
+                self.slots[at] = self.slots[at] & !self.place_mask | place as u32;
                 Some(earlier)
             }
             Err((at, tag)) => {
@@ -129,51 +161,63 @@ impl Table {
         }
     }
 
-    fn find(&self, tokens: &[i32], gram: &[i32]) -> Option<usize> {
-        if self.slots.is_empty() {
-            return None;
-        }
-        self.search(tokens, gram).ok().map(|(_, place)| place)
-    }
-
-    /// The slot and place of an n-gram, or the empty slot and the tag it would get.
-    fn search(&self, tokens: &[i32], gram: &[i32]) -> Result<(usize, usize), (usize, u32)> {
-        let mask = self.place_mask();
-        let (mut at, tag) = self.home(hash(gram));
+    /// The slot and place of the n-gram that ends at `end`, or the empty slot and the tag it would get.
+    #[inline]
+    fn search(&self, tokens: &[i32], end: usize, gram: Gram) -> Result<(usize, usize), (usize, u32)> {
+        let mask = self.place_mask;
+        let (mut at, tag) = self.home(gram);
         loop {
             let slot = self.slots[at];
             if slot == 0 {
                 return Err((at, tag));
             }
             let place = (slot & mask) as usize;
-            if slot & !mask == tag && tokens[place - self.n..place] == *gram {
+            if slot & !mask == tag && common_suffix(&tokens[..place], &tokens[..end], self.n) == self.n {
                 return Ok((at, place));
             }
-            at = (at + 1) & mask as usize;
+            at = (at + 1) & (self.slots.len() - 1);
         }
     }
 
     /// Makes room for more entries, and for places up to `place`.
+    #[cold]
     fn grow(&mut self, tokens: &[i32], place: usize) {
-        let old_mask = self.slots.len().wrapping_sub(1) as u32;
-        let size = (4 * self.used).max(place + 1).max(64).next_power_of_two();
+        let old_mask = self.place_mask;
+        if place > old_mask as usize {
+            self.place_mask = (2 * place as u32).next_power_of_two().max(1024) - 1;
+        }
+        let size = (4 * self.used).next_power_of_two().max(32);
         let old = std::mem::replace(&mut self.slots, vec![0; size]);
         for slot in old.into_iter().filter(|&slot| slot != 0) {
             let place = (slot & old_mask) as usize;
-            if let Err((at, tag)) = self.search(tokens, &tokens[place - self.n..place]) {
+            if let Err((at, tag)) = self.search(tokens, place, Gram::EMPTY.lengthen(tokens, place, self.n)) {
                 self.slots[at] = tag | place as u32;
             }
         }
     }
 }
 
-fn hash(gram: &[i32]) -> u32 {
-    let mut hash = 0x9e37_79b9_7f4a_7c15_u64;
-    for &token in gram {
-        hash = (hash ^ u64::from(token.cast_unsigned())).wrapping_mul(0xd6e8_feb8_6659_fd93);
-        hash ^= hash >> 32;
+/// Hash of an n-gram, made from its last token to its first: that of a longer one goes on from it.
+#[derive(Clone, Copy)]
+struct Gram {
+    n: usize,
+    hash: u64,
+}
+
+impl Gram {
+    const EMPTY: Self = Self { n: 0, hash: 0x9e37_79b9_7f4a_7c15 };
+
+    /// That of the `n` tokens before `end`, the last of which it holds already.
+    #[inline]
+    fn lengthen(mut self, tokens: &[i32], end: usize, n: usize) -> Self {
+        while self.n < n {
+            self.n += 1;
+            let token = tokens[end - self.n].cast_unsigned();
+            self.hash = (self.hash ^ u64::from(token)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+            self.hash ^= self.hash >> 32;
+        }
+        self
     }
-    (hash.wrapping_mul(0xd6e8_feb8_6659_fd93) >> 32) as u32
 }
 
 /// The proposal after `tokens`, with an index made for this one call.

@@ -30,7 +30,13 @@ pub fn chain(parent: PageHash, tokens: &[i32]) -> PageHash {
     if state == UNNAMED { 1 } else { state }
 }
 
-/// Hasher for keys that are hashes already: takes their low half.
+/// A name folded to the 64 bits that a hash table wants.
+#[must_use]
+pub fn key(name: PageHash) -> u64 {
+    (name as u64) ^ ((name >> 64) as u64)
+}
+
+/// Hasher for keys that are hashes already.
 #[derive(Default)]
 pub struct KeyHasher(u64);
 
@@ -45,8 +51,8 @@ impl Hasher for KeyHasher {
         }
     }
 
-    fn write_u128(&mut self, key: u128) {
-        self.0 = (key as u64) ^ ((key >> 64) as u64);
+    fn write_u128(&mut self, name: u128) {
+        self.0 = key(name);
     }
 }
 

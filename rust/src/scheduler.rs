@@ -208,6 +208,9 @@ impl Scheduler {
         let most = self.config.max_speculative_tokens;
         ensure((0..=most as i64).contains(&k), || format!("k: expected 0..={most} (max_speculative_tokens), got {k}"))?;
         self.shadow_k = k as usize;
+        if k == 0 {
+            self.rows.iter_mut().for_each(|sequence| sequence.shadow = None);
+        }
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use crate::block_pool::PageId;
 use crate::ngram::NgramIndex;
 use crate::prefix::{PageHash, ROOT, chain};
 use crate::shadow::Shadow;
-use crate::stop::{StopConditions, StopMatch, TokenBytes};
+use crate::stop::{StopConditions, StopMatch, TokenBytes, is_any};
 
 /// A row's number: stable until it is taken, reused afterwards.
 pub type Handle = u32;
@@ -87,7 +87,7 @@ pub struct DraftState {
     pub drops: u32,
 }
 
-/// One row. The fields that every step looks at come first and share cache lines.
+/// One row. What a decode step looks at comes first: two cache lines, and a third where it drafts.
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub struct Sequence {
@@ -105,22 +105,22 @@ pub struct Sequence {
     pub may_draft: bool,
     /// Tokens of the prompt.
     pub num_prompt: usize,
-    /// The draft model's share.
-    pub draft: DraftState,
     /// Most output tokens.
     pub max_tokens: usize,
     /// Committed tokens whose target KV is in the pages.
     pub num_computed: usize,
     /// Drafts of the outstanding step.
     pub in_flight: usize,
-    /// Open round of the shadow scorer.
-    pub shadow: Option<Box<Shadow>>,
-    /// Index of its own n-grams, made when first needed.
-    pub ngram: Option<Box<NgramIndex>>,
-    /// Stop conditions.
-    pub stop: StopConditions,
+    /// Stop conditions, if it has some of its own.
+    pub stop: Option<Box<StopConditions>>,
     /// What it reports.
     pub counters: Counters,
+    /// The draft model's share.
+    pub draft: DraftState,
+    /// Index of its own n-grams, made when first needed.
+    pub ngram: Option<Box<NgramIndex>>,
+    /// Open round of the shadow scorer.
+    pub shadow: Option<Box<Shadow>>,
     /// Pages from the front that were offered to the prefix cache.
     pub num_published: usize,
     page_hashes: Vec<PageHash>,
@@ -153,7 +153,7 @@ impl Sequence {
             tokens: Vec::new(),
             max_tokens,
             may_draft: true,
-            stop: StopConditions::default(),
+            stop: None,
             num_computed: 0,
             pages: Vec::new(),
             num_published: 0,
@@ -205,31 +205,40 @@ impl Sequence {
         self.tokens.get(self.num_prompt..).unwrap_or(&[])
     }
 
-    /// Appends output tokens up to the one that ends the row; returns how many, and whether the row ends.
+    /// Appends the first `count` of `found` up to the one that ends the row; returns how many, and whether the row ends.
+    /// What `found` holds past them does not matter.
     #[inline]
     pub fn commit(
         &mut self,
-        tokens: &[i32],
+        found: &[i32],
+        count: usize,
         max_model_len: usize,
         eos: &[i32],
         bytes: Option<&TokenBytes>,
     ) -> (usize, Option<FinishReason>) {
-        let num_output = self.tokens.len() - self.num_prompt;
-        let room = (self.max_tokens - num_output).min(max_model_len - self.tokens.len());
-        let tokens = &tokens[..tokens.len().min(room)];
-        if self.stop.has_strings() {
-            return self.commit_text(tokens, room, eos, bytes);
+        let before = self.tokens.len();
+        let num_output = before - self.num_prompt;
+        let room = (self.max_tokens - num_output).min(max_model_len - before);
+        let count = count.min(room);
+        let stop = self.stop.as_deref();
+        if stop.is_some_and(StopConditions::has_strings) {
+            return self.commit_text(&found[..count], room, eos, bytes);
         }
-        let first = self.stop.min_tokens.saturating_sub(num_output + 1);
-        self.tokens.reserve(tokens.len());
-        for (i, &token) in tokens.iter().enumerate() {
-            self.tokens.push(token);
-            if self.stop.is_stop_token(token, eos) && i >= first {
-                self.stop_token = Some(token);
-                return (i + 1, Some(FinishReason::Stop));
+        // Counts cannot be predicted, `found` is equally long in all rows: looking at all of it, and copying it, is
+        // quicker than up to the count.
+        let ends = |&token: &i32| stop.map_or_else(|| is_any(token, eos), |stop| stop.is_stop_token(token, eos));
+        if found.iter().any(ends) {
+            let first = stop.map_or(0, |stop| stop.min_tokens.saturating_sub(num_output + 1));
+            if let Some(at) = found[..count].iter().skip(first).position(ends) {
+                let end = first + at;
+                self.tokens.extend_from_slice(&found[..=end]);
+                self.stop_token = Some(found[end]);
+                return (end + 1, Some(FinishReason::Stop));
             }
         }
-        (tokens.len(), (tokens.len() == room).then_some(FinishReason::Length))
+        self.tokens.extend_from_slice(found);
+        self.tokens.truncate(before + count);
+        (count, (count == room).then_some(FinishReason::Length))
     }
 
     /// As [`Self::commit`], of a row with stop strings and room for `room` tokens.
@@ -241,7 +250,7 @@ impl Sequence {
         bytes: Option<&TokenBytes>,
     ) -> (usize, Option<FinishReason>) {
         let num_output = self.num_output();
-        let stop = self.stop.scan(tokens, num_output, eos, bytes);
+        let stop = self.stop.as_mut().and_then(|stop| stop.scan(tokens, num_output, eos, bytes));
         let count = stop.map_or(tokens.len(), |(count, _)| count);
         self.tokens.extend_from_slice(&tokens[..count]);
         let Some((_, stop)) = stop else {
@@ -263,8 +272,9 @@ impl Sequence {
     /// Whether it may hold more pages than its tokens need.
     #[inline]
     #[must_use]
-    pub fn has_surplus(&self, block_size: usize) -> bool {
-        self.pages.len() * block_size >= self.tokens.len() + block_size || !self.draft.pages.is_empty()
+    pub fn has_surplus(&self, block_size: usize, draft_tenant: bool) -> bool {
+        let surplus = self.pages.len() * block_size >= self.tokens.len() + block_size;
+        surplus || (draft_tenant && !self.draft.pages.is_empty())
     }
 
     /// Committed tokens the draft model has not seen.
@@ -321,6 +331,11 @@ impl Slab {
     #[must_use]
     pub fn get(&self, handle: Handle) -> Option<&Sequence> {
         self.slots.get(handle as usize)?.as_deref()
+    }
+
+    /// Rows in handle order, to be changed.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Sequence> {
+        self.slots.iter_mut().filter_map(|slot| slot.as_deref_mut())
     }
 
     /// Rows in handle order.

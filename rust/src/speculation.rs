@@ -117,6 +117,8 @@ pub struct ShardTable {
     default: Speculation,
     shards: Vec<Shard>,
     by_id: HashMap<i32, u32>,
+    /// Some shard has another method than the default.
+    mixed: bool,
     touched: Vec<u32>,
 }
 
@@ -154,24 +156,41 @@ impl ShardTable {
                 shard.speculation = speculation;
             }
         }
+        self.note_mixed();
+    }
+
+    /// The method of all shards, if they have one in common.
+    #[must_use]
+    pub fn only_method(&self) -> Option<Method> {
+        (!self.mixed).then_some(self.default.method)
+    }
+
+    fn note_mixed(&mut self) {
+        self.mixed = self.shards.iter().any(|shard| shard.speculation.method != self.default.method);
     }
 
     /// Books a row-step. `round.proposed` drafts (at most `positions`) stood for verification, of which
     /// `round.accepted` were committed.
-    #[inline]
+    #[inline(always)]
+    #[allow(clippy::inline_always)] // in the loop over rows, where a call costs as much as the work
     pub fn record(&mut self, shard: u32, method: Method, round: Round, positions: usize) {
-        let tallies = &self.shards[shard as usize].tallies;
-        if tallies[method as usize].is_none() {
-            if tallies.iter().all(Option::is_none) && self.shards[shard as usize].shadows.is_none() {
-                self.touched.push(shard);
-            }
-            let tallies = &mut self.shards[shard as usize].tallies;
-            let outcomes = vec![[0; 2]; positions + 1];
-            tallies[method as usize] = Some(Box::new(Tally { outcomes, ..Tally::default() }));
+        if self.shards[shard as usize].tallies[method as usize].is_none() {
+            self.open(shard, method, positions);
         }
         if let Some(tally) = &mut self.shards[shard as usize].tallies[method as usize] {
             tally.record(round);
         }
+    }
+
+    /// Starts to count what a shard's method brings.
+    #[cold]
+    fn open(&mut self, shard: u32, method: Method, positions: usize) {
+        let Shard { tallies, shadows, .. } = &mut self.shards[shard as usize];
+        if shadows.is_none() && tallies.iter().all(Option::is_none) {
+            self.touched.push(shard);
+        }
+        let outcomes = vec![[0; 2]; positions + 1];
+        tallies[method as usize] = Some(Box::new(Tally { outcomes, ..Tally::default() }));
     }
 
     /// Where the shadow scorer's rounds of a shard are booked, each of at most `positions` drafts.
@@ -242,8 +261,9 @@ impl Tally {
         self.proposed += i64::from(round.proposed > 0);
         self.committed += round.committed as i64;
         // A row that ended inside the accepted run was not offered the next position.
-        let rejected = round.committed > round.accepted && round.accepted < round.proposed;
-        self.outcomes[round.accepted][usize::from(rejected)] += 1;
+        // Both as numbers: a branch on either could not be predicted.
+        let rejected = usize::from(round.committed > round.accepted) & usize::from(round.accepted < round.proposed);
+        self.outcomes[round.accepted][rejected] += 1;
     }
 
     /// Counts by position: a round that accepted a drafts was offered a positions, and one more when it rejected one.

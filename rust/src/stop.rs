@@ -51,7 +51,7 @@ pub enum StopMatch {
 
 /// As `contains`, which is made for long slices.
 #[inline]
-fn is_any(token: i32, ids: &[i32]) -> bool {
+pub(crate) fn is_any(token: i32, ids: &[i32]) -> bool {
     for &id in ids {
         if id == token {
             return true;
@@ -61,7 +61,7 @@ fn is_any(token: i32, ids: &[i32]) -> bool {
 }
 
 /// One row's stop conditions and the output bytes they have seen.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopConditions {
     /// No condition holds before the row has this many output tokens.
     pub min_tokens: usize,
@@ -107,6 +107,12 @@ impl StopConditions {
             }
         }
         None
+    }
+
+    /// Whether there is a condition, or an exception from EOS.
+    #[must_use]
+    pub fn is_any(&self) -> bool {
+        *self != Self::default()
     }
 
     /// Whether there are stop strings, so that tokens must go through [`Self::scan`].

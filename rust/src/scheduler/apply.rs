@@ -4,7 +4,7 @@
 use super::Scheduler;
 use crate::error::{Error, Result, ensure};
 use crate::ngram::NgramIndex;
-use crate::sequence::{FinishReason, Handle, RowError, SequenceStatus};
+use crate::sequence::{Handle, RowError, SequenceStatus};
 use crate::shadow::{Ended, Round};
 use crate::step::{RowPlan, StepKind, StepResult};
 
@@ -69,7 +69,7 @@ impl Scheduler {
                 continue;
             }
             if kind == StepKind::Decode {
-                self.apply_decode(row, tokens_of(i, result), result.num_draft[i] as usize);
+                self.apply_decode(row, found_for(i, result), result.num_draft[i] as usize);
             } else if kind == StepKind::DraftPrefill {
                 let draft = &mut self.rows[row.handle].draft;
                 if !draft.pages.is_empty() {
@@ -77,7 +77,7 @@ impl Scheduler {
                 }
             } else {
                 let given = i < result.num_sampled.len();
-                self.apply_prefill(row, if given { tokens_of(i, result) } else { &[] });
+                self.apply_prefill(row, if given { found_for(i, result) } else { (&[], 0) });
             }
         }
         self.plan.rows = rows;
@@ -87,7 +87,7 @@ impl Scheduler {
         }
     }
 
-    fn apply_prefill(&mut self, row: &RowPlan, tokens: &[i32]) {
+    fn apply_prefill(&mut self, row: &RowPlan, (found, count): (&[i32], usize)) {
         let sequence = &mut self.rows[row.handle];
         sequence.num_computed = row.start + row.len;
         if row.wants_logits {
@@ -95,15 +95,26 @@ impl Scheduler {
             self.num_prefilling -= 1;
         }
         self.publish(row.handle);
-        let (_, finish) = self.commit(row, tokens);
-        self.settle(row.handle, finish);
+        let sequence = &mut self.rows[row.handle];
+        let before = sequence.num_committed();
+        let (eos, bytes) = (&self.config.eos_token_ids, self.token_bytes.as_ref());
+        let (_, finish) = sequence.commit(found, count, self.config.max_model_len, eos, bytes);
+        if self.shadow_k > 0 {
+            self.observe(row, before);
+        }
+        match finish {
+            Some(reason) => self.finish(row.handle, reason, RowError::None),
+            None => self.trim(row.handle),
+        }
     }
 
     #[inline]
-    fn apply_decode(&mut self, row: &RowPlan, tokens: &[i32], num_draft: usize) {
-        let (committed, finish) = self.commit(row, tokens);
-        let accepted = committed.min(tokens.len() - 1);
+    fn apply_decode(&mut self, row: &RowPlan, (found, count): (&[i32], usize), num_draft: usize) {
         let sequence = &mut self.rows[row.handle];
+        let before = sequence.num_committed();
+        let (eos, bytes) = (&self.config.eos_token_ids, self.token_bytes.as_ref());
+        let (committed, finish) = sequence.commit(found, count, self.config.max_model_len, eos, bytes);
+        let accepted = committed.min(count - 1);
         sequence.in_flight = 0;
         sequence.counters.steps += 1;
         sequence.counters.drafted += num_draft as u32;
@@ -115,35 +126,25 @@ impl Scheduler {
             // The draft model never reads its own last draft.
             sequence.draft.computed = known.min(row.start + num_draft);
         }
+        let surplus = sequence.has_surplus(self.config.block_size, self.config.draft_block_size > 0);
         if row.asked {
             let round = Round { proposed: num_draft, accepted, committed };
             self.shards.record(sequence.shard, self.plan.method, round, self.config.max_speculative_tokens);
         }
-        self.settle(row.handle, finish);
-    }
-
-    /// Appends tokens up to the one that ends the row; returns how many, and whether the row ends.
-    #[inline(always)]
-    #[allow(clippy::inline_always)] // in the loop over rows, where a call costs half as much as the work
-    fn commit(&mut self, row: &RowPlan, tokens: &[i32]) -> (usize, Option<FinishReason>) {
-        let sequence = &mut self.rows[row.handle];
-        let before = sequence.num_committed();
-        let eos = &self.config.eos_token_ids;
-        let committed = sequence.commit(tokens, self.config.max_model_len, eos, self.token_bytes.as_ref());
-        if self.shadow_k > 0 || sequence.shadow.is_some() {
+        if self.shadow_k > 0 {
             self.observe(row, before);
         }
-        committed
+        match finish {
+            Some(reason) => self.finish(row.handle, reason, RowError::None),
+            None if surplus => self.trim(row.handle),
+            None => {}
+        }
     }
 
     /// Shows the shadow scorer what a row committed after its first `before` tokens, whatever brought them: rows whose
     /// n-gram proposals are verified are scored too, for the numbers of drafts that they do not use.
     fn observe(&mut self, row: &RowPlan, before: usize) {
         let sequence = &mut self.rows[row.handle];
-        if self.shadow_k == 0 {
-            sequence.shadow = None;
-            return;
-        }
         let (shortest, longest) = (self.config.ngram_min, self.config.ngram_max);
         let index = sequence.ngram.get_or_insert_with(|| Box::new(NgramIndex::new(shortest, longest)));
         let shadow = sequence.shadow.get_or_insert_default();
@@ -155,16 +156,6 @@ impl Scheduler {
             {
                 shadows.record_unmatched(self.shadow_k);
             }
-        }
-    }
-
-    /// Ends the row, or gives back what its rejected drafts had reserved.
-    #[inline]
-    fn settle(&mut self, handle: Handle, finish: Option<FinishReason>) {
-        match finish {
-            Some(reason) => self.finish(handle, reason, RowError::None),
-            None if self.rows[handle].has_surplus(self.config.block_size) => self.trim(handle),
-            None => {}
         }
     }
 
@@ -189,6 +180,12 @@ impl Scheduler {
 #[inline]
 fn tokens_of<'a>(i: usize, result: &StepResult<'a>) -> &'a [i32] {
     &result.token_ids[i * result.width..][..result.num_sampled[i] as usize]
+}
+
+/// Row `i`'s part of the ids, and how many of them were found.
+#[inline]
+fn found_for<'a>(i: usize, result: &StepResult<'a>) -> (&'a [i32], usize) {
+    (&result.token_ids[i * result.width..][..result.width], result.num_sampled[i] as usize)
 }
 
 /// How many tokens may have been found for a row, given how many drafts were verified.

@@ -16,6 +16,10 @@ impl Scheduler {
     /// The one method of the next decode step: that of most rows (the first by number, if equal). Rows of another
     /// method, which only meet while two shards overlap, run autoregressively in it.
     pub(super) fn step_method(&self) -> Method {
+        if let Some(method) = self.shards.only_method() {
+            let any = method != Method::None && self.running.iter().any(|&handle| self.rows[handle].may_draft);
+            return if any { method } else { Method::None };
+        }
         let mut votes = [0usize; 4];
         let mut last = (u32::MAX, Method::None);
         for &handle in &self.running {

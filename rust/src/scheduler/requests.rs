@@ -79,7 +79,7 @@ impl Scheduler {
         let prompt = request.prompt;
         let mut sequence = Sequence::new(request.request_id, shard, prompt.clone(), request.max_tokens);
         sequence.may_draft = request.may_draft;
-        sequence.stop = request.stop;
+        sequence.stop = request.stop.is_any().then(|| Box::new(request.stop));
         let handle = self.rows.insert(sequence);
         let error = if prompt.is_empty() {
             RowError::EmptyPrompt

@@ -1,11 +1,13 @@
 //! Decode steps: every running row gets a slot for its last committed token, then drafts as far as room goes. When
 //! pages run out, draft tables go first, then drafts, then the youngest row.
 
+use std::hint::black_box;
+
 use super::Scheduler;
 use crate::block_pool::Tenant;
 use crate::layout::Capacity;
 use crate::ngram::NgramIndex;
-use crate::sequence::{FinishReason, Handle, RowError};
+use crate::sequence::{FinishReason, Handle, RowError, Sequence};
 use crate::speculation::Method;
 use crate::step::RowPlan;
 
@@ -29,6 +31,10 @@ impl Scheduler {
         self.order = order;
         let most = self.most_drafts(method, capacity);
         self.plan.method = method;
+        if method == Method::Ngram {
+            let touch = |sequence: &Sequence| sequence.ngram.as_ref().map_or(0, |index| index.touch(&sequence.tokens));
+            black_box(self.running.iter().fold(0, |all, &handle| all ^ touch(&self.rows[handle])));
+        }
         for i in 0..self.running.len() {
             let row = self.plan_row(self.running[i], method, most);
             self.plan.rows.push(row);
@@ -78,6 +84,8 @@ impl Scheduler {
     #[inline]
     fn plan_row(&mut self, handle: Handle, method: Method, most: usize) -> RowPlan {
         let sequence = &self.rows[handle];
+        let slots = sequence.pages.len() * self.config.block_size;
+        let start = sequence.num_committed() - 1;
         let k = if method == Method::None { 0 } else { self.draft_limit(sequence, method).min(most) };
         let proposal_start = self.plan.proposals.len();
         let mut drafts = match method {
@@ -88,9 +96,11 @@ impl Scheduler {
         };
         let mut asked = drafts > 0 || (method == Method::Ngram && k > 0);
         if drafts > 0 {
-            drafts = drafts.min(self.reserve_target(handle, drafts));
-            asked = drafts > 0;
-            self.plan.proposals.truncate(proposal_start + drafts);
+            if slots <= start + drafts {
+                drafts = drafts.min(self.reserve_target(handle, drafts));
+                asked = drafts > 0;
+                self.plan.proposals.truncate(proposal_start + drafts);
+            }
         }
         let sequence = &mut self.rows[handle];
         sequence.in_flight = drafts;
@@ -98,7 +108,7 @@ impl Scheduler {
         RowPlan {
             handle,
             residency: sequence.residency,
-            start: sequence.num_committed() - 1,
+            start,
             len: 1 + drafts,
             drafts,
             asked,
