@@ -32,7 +32,9 @@ class RowTally:
         # Steps of the same rows are summed by their place in the step, which is far quicker than by handle.
         self._rows = b""
         self._handles: NDArray[np.integer] = np.zeros(0, dtype=np.int32)
-        self._pending: NDArray[np.int64] = np.zeros((3, 0), dtype=np.int64)
+        self._rounds = 0
+        self._ended: list[NDArray[np.int64]] = []
+        self._pending: NDArray[np.int32] = np.zeros((2, 0), dtype=np.int32)
 
     def add(self, handles: NDArray[np.integer], drafted: NDArray[np.integer], accepted: NDArray[np.integer]) -> None:
         """[n] rows for which a proposal was asked for in a step (each once), drafts verified and accepted."""
@@ -40,38 +42,61 @@ class RowTally:
         if rows != self._rows:
             self._settle()
             self._rows, self._handles = rows, handles.copy()
-            self._pending = np.zeros((3, len(handles)), dtype=np.int64)
-        self._pending[0] += 1
-        self._pending[1] += drafted
-        self._pending[2] += accepted
+            self._pending = np.zeros((2, len(handles)), dtype=np.int32)
+        self._rounds += 1
+        self._pending[0] += drafted
+        self._pending[1] += accepted
 
     def _settle(self) -> None:
         """Count what is pending under its handles."""
-        if len(self._handles):
+        if self._rounds and len(self._handles):
             missing = int(self._handles.max()) + 1 - self._counts.shape[1]
             if missing > 0:
                 more = np.zeros((3, missing + self._counts.shape[1]), dtype=np.int64)
                 self._counts = np.concatenate([self._counts, more], axis=1)
-            self._counts[:, self._handles] += self._pending
+            self._counts[0, self._handles] += self._rounds
+            self._counts[1:, self._handles] += self._pending
+            self._rounds = 0
             self._pending[:] = 0
 
     def groups(self, handles: NDArray[np.integer], *, finished: bool) -> tuple[RowGroup, ...]:
         """Rows [n] that drafted at least LEAST_DRAFTED tokens, by accepted drafts a round; empty groups left out."""
         self._settle()
-        handles = handles[handles < self._counts.shape[1]]
-        rounds, drafted, accepted = self._counts[:, handles]
-        some = drafted >= LEAST_DRAFTED
-        if not some.any():
+        return _grouped(self._counts[:, self._known(handles)], finished)
+
+    def finish(self, handles: NDArray[np.integer]) -> None:
+        """Rows that ended: their counts are kept for `finished_groups`, the handles are free again."""
+        self._settle()
+        handles = self._known(handles)
+        self._ended.append(self._counts[:, handles])
+        self._counts[:, handles] = 0
+
+    def finished_groups(self) -> tuple[RowGroup, ...]:
+        """As `groups`, of the rows that ended since the last call."""
+        if not self._ended:
             return ()
-        rounds, drafted, accepted = rounds[some], drafted[some], accepted[some]
-        group = np.searchsorted(EDGES, accepted / rounds, side="right")
-        sums = [np.bincount(group, weights=v, minlength=len(EDGES) + 1) for v in (None, rounds, drafted, accepted)]
-        return tuple(RowGroup(finished, *(int(s[g]) for s in sums)) for g in range(len(EDGES) + 1) if sums[0][g])
+        ended, self._ended = np.concatenate(self._ended, axis=1), []
+        return _grouped(ended, finished=True)
 
     def reset(self, handles: NDArray[np.integer]) -> None:
         """Handles that are free again."""
         self._settle()
-        self._counts[:, handles[handles < self._counts.shape[1]]] = 0
+        self._counts[:, self._known(handles)] = 0
+
+    def _known(self, handles: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Those that were ever counted."""
+        known: NDArray[np.integer] = handles[handles < self._counts.shape[1]]
+        return known
+
+
+def _grouped(counts: NDArray[np.int64], finished: bool) -> tuple[RowGroup, ...]:
+    """Rounds, drafts and accepted drafts [3, n] of rows, summed by group."""
+    rounds, drafted, accepted = counts[:, counts[1] >= LEAST_DRAFTED]
+    if len(rounds) == 0:
+        return ()
+    group = np.searchsorted(EDGES, accepted / rounds, side="right")
+    sums = [np.bincount(group, weights=v, minlength=len(EDGES) + 1) for v in (None, rounds, drafted, accepted)]
+    return tuple(RowGroup(finished, *(int(s[g]) for s in sums)) for g in range(len(EDGES) + 1) if sums[0][g])
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class Engine:
         self._step_id = _NO_STEP
         self._result = _NOTHING
         self._launched: tuple[StepInfo, float] | None = None  # a step on the device, and the host's seconds for it
-        self._row_numbers = np.arange(self.plan.max_num_seqs)
+        self._row_ends: dict[int, NDArray[np.int64]] = {}
         self._num_rows = 0  # of the last step, for the policy
         self._live: set[int] = set()  # handles that nobody took yet
         self._may_have_finished = False  # since the core was asked last
@@ -232,9 +232,10 @@ class Engine:
         num_sampled = outcome.num_sampled
         # A failed sample ends its row's run: look at each row's last token (of rows without one, at any).
         width = outcome.token_ids.shape[1]
-        last = outcome.token_ids.ravel().take(
-            self._row_numbers[: len(num_sampled)] * width + (num_sampled - 1), mode="wrap"
-        )
+        ends = self._row_ends.get(width)
+        if ends is None:  # before the first token of each row
+            ends = self._row_ends[width] = np.arange(self.plan.max_num_seqs) * width - 1
+        last = outcome.token_ids.ravel().take(ends[: len(num_sampled)] + num_sampled, mode="wrap")
         if last.min(initial=0) < 0:
             self._fail_rows(np.flatnonzero((last < 0) & (num_sampled > 0)))
         # A copy: the array it comes from is refilled by the very call that reads it.

@@ -7,6 +7,7 @@ modes in force. Knows no policy in particular (any object with `due` and `decide
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,6 @@ from specbatch.control.records import (
     AcceptanceSample,
     Decision,
     Observation,
-    RowGroup,
     ShardRows,
     StepTimer,
 )
@@ -74,7 +74,6 @@ class PolicyDriver:
         self._limit = np.zeros(64, np.int32)  # prompt + max_tokens
         self._waiting: dict[int, int] = {}  # shard -> rows added and not finished
         self._since: dict[str, int] = dict.fromkeys(_SINCE, 0)
-        self._gone: tuple[RowGroup, ...] = ()  # rows finished since the last observation
         self._probed: tuple[AcceptanceSample, ...] = ()
         self._target_pages = self._draft_pages = 0
         self._free_pages = core.num_pages - 1
@@ -95,13 +94,12 @@ class PolicyDriver:
         self._waiting[shard] = self._waiting.get(shard, 0) + len(handles)
 
     def note_finished(self, batch: FinishedBatch) -> None:
-        for shard, count in zip(*(a.tolist() for a in np.unique(batch.shard, return_counts=True)), strict=True):
+        for shard, count in Counter(batch.shard.tolist()).items():
             self._waiting[shard] -= count
             if self._waiting[shard] == 0:
                 del self._waiting[shard]
                 self.modes.pop(shard, None)
-        self._gone += self.tally.groups(batch.handle, finished=True)
-        self.tally.reset(batch.handle)
+        self.tally.finish(batch.handle)
         self._since["finished_rows"] += len(batch)
         self._since["finished_prompt_tokens"] += int(batch.num_prompt_tokens.sum())
         self._since["finished_output_tokens"] += int(batch.num_output_tokens.sum())
@@ -187,7 +185,6 @@ class PolicyDriver:
             for shard, total in self._waiting.items()
         )
         since, self._since = self._since, dict.fromkeys(_SINCE, 0)
-        gone, self._gone = self._gone, ()
         return Observation(
             step=self.steps,
             time=time.perf_counter() - self._start,
@@ -204,7 +201,7 @@ class PolicyDriver:
             max_num_seqs=core.max_num_seqs,
             steps=self.timer.drain(),
             acceptance=self._acceptance(),
-            row_groups=self.tally.groups(seq_index, finished=False) + gone,
+            row_groups=self.tally.groups(seq_index, finished=False) + self.tally.finished_groups(),
             finished_rows=since["finished_rows"],
             finished_prompt_tokens=since["finished_prompt_tokens"],
             finished_output_tokens=since["finished_output_tokens"],
