@@ -73,6 +73,7 @@ class NullRunner:
     """A model without layers."""
 
     logits = torch.zeros(512, VOCAB)
+    can_choose = False
 
     def forward(self, ids: Any, metadata: Any, indices: torch.Tensor) -> torch.Tensor:
         return self.logits[: len(indices)]
