@@ -95,12 +95,10 @@ impl Scheduler {
             _ => k,
         };
         let mut asked = drafts > 0 || (method == Method::Ngram && k > 0);
-        if drafts > 0 {
-            if slots <= start + drafts {
-                drafts = drafts.min(self.reserve_target(handle, drafts));
-                asked = drafts > 0;
-                self.plan.proposals.truncate(proposal_start + drafts);
-            }
+        if drafts > 0 && slots <= start + drafts {
+            drafts = drafts.min(self.reserve_target(handle, drafts));
+            asked = drafts > 0;
+            self.plan.proposals.truncate(proposal_start + drafts);
         }
         let sequence = &mut self.rows[handle];
         sequence.in_flight = drafts;
