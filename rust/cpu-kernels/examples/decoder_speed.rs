@@ -108,6 +108,8 @@ fn run<E: Stored>(team: &Team, half: bool) {
     );
     for (name, rows, context, queries) in [
         ("one row, 400 tokens of context", 1, 400, 1),
+        ("2 rows", 2, 400, 1),
+        ("3 rows", 3, 400, 1),
         ("8 rows", 8, 400, 1),
         ("64 rows", 64, 400, 1),
         ("64 rows, 5 tokens each", 64, 400, 5),

@@ -22,9 +22,10 @@ use crate::{
 /// Query tokens of one tile, and at least so many (token, head) pairs, for what is done once for a block of keys.
 const TILE: usize = 16;
 const TILE_PAIRS: usize = 64;
-/// (token, head) pairs of a row and KV head up to which all KV heads make one task, if there are so many rows a thread.
+/// (token, head) pairs of a row and KV head up to which all KV heads may make one task.
 const FEW_PAIRS: usize = 32;
-const ENOUGH: usize = 4;
+/// What such a task takes, in hundredths of its KV heads' own tasks (measured: 60 to 70).
+const TOGETHER: usize = 70;
 
 /// What pages may hold: float32, or the bits of bfloat16.
 #[cfg(target_arch = "x86_64")]
@@ -117,8 +118,9 @@ impl Tasks {
     /// As `new`.
     pub fn refill(&mut self, query_start: &[i32], heads: usize, kv_heads: usize, threads: usize) -> Result<(), String> {
         let rows = query_start.windows(2).filter(|range| range[0] < range[1]).count();
-        // Side by side in memory and (often) in the same lanes; but no thread without work.
-        let together = rows >= ENOUGH * threads.max(1);
+        let threads = threads.max(1);
+        // Side by side in memory and (often) in the same lanes; but some threads may get less than others.
+        let together = rows.div_ceil(threads) * kv_heads * TOGETHER <= (rows * kv_heads).div_ceil(threads) * 100;
         self.cut(query_start, heads, kv_heads, threads, together)
     }
 
