@@ -11,7 +11,7 @@ from random import Random
 import pyarrow.parquet as pq
 import pytest
 
-from specbatch.models.builtin import builtin_paths
+from specbatch.models.builtin import builtin_logits, builtin_paths
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES / "builtin"))
@@ -44,8 +44,10 @@ def test_files_are_complete_and_small() -> None:
 
 def test_git_and_the_wheel_keep_the_files() -> None:
     """The build folder is called target as well, and is ignored."""
+    logits = [builtin_logits(TARGET), builtin_logits(DRAFT)]
+    assert all(file is not None and file.is_file() for file in logits)
     ignored = subprocess.run(
-        ["git", "check-ignore", *map(str, [TARGET / "model.safetensors", DRAFT / "model.safetensors"])],
+        ["git", "check-ignore", *map(str, [TARGET / "model.safetensors", DRAFT / "model.safetensors", *logits])],
         cwd=EXAMPLES.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if ignored.returncode == 128:
