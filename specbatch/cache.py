@@ -6,11 +6,17 @@ import os
 import tempfile
 from pathlib import Path
 
+NOWHERE = Path(os.devnull) / "specbatch"  # nothing is there, and nothing can be made there
+
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/specbatch, by default ~/.cache/specbatch; need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "specbatch"
+    """$XDG_CACHE_HOME/specbatch, by default ~/.cache/specbatch; need not exist. A user without a home has none."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "specbatch"
+    try:
+        return Path.home() / ".cache" / "specbatch"
+    except RuntimeError:
+        return NOWHERE
 
 
 def write_whole(file: Path, content: bytes) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from specbatch.attention.cpu_paged import CpuPagedAttention
+from specbatch.cache import cache_folder
+from specbatch.control.cost_model import Affine, AffineCost, CostCache
 from specbatch.engine import packing
 from specbatch.engine.model_check import compare_logits, paged_logits, sample_rows
 from specbatch.engine.packing import load_for_cpu
@@ -75,6 +77,10 @@ def test_other_weights_under_the_same_names_are_proved_again(tmp_path: Path, cac
     assert load.through == 2
 
 
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def nan(proof: Proof) -> Proof:
     proof.logits[0][3, 7] = torch.nan
     return proof
@@ -133,11 +139,22 @@ def test_a_wrong_decoder_goes_through_transformers_and_is_found_there(
     assert kept_file(tiny_target, torch.float32).read_bytes() == kept
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tiny_target: Path, tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "cache").write_text("a file in its place")
+@pytest.mark.parametrize("home", [True, False])
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tiny_target: Path, tmp_path: Path, cache: Path, home: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if home:
+        (tmp_path / "cache").write_text("a file in its place")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
     load = Loads(tiny_target)
     load(), load()
     assert load.through == 2
+    costs = CostCache(cache_folder())
+    assert costs.load({"a": "b"}) is None
+    with pytest.raises(OSError, match=r"exists|directory"):
+        costs.store({"a": "b"}, AffineCost(Affine(1.0, 1.0, 1.0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
