@@ -18,6 +18,7 @@ from specbatch.control.situation import Situation
 
 MOST_PROBED_ROWS = 32
 COST_STEPS = 3  # steps that tell what a mode costs
+LOOK_SECONDS = 1e-3  # of the host, for each step of a look-up's trial: it takes several until one has drafts
 LEAST_PRODUCED = 6.0  # mean output tokens of the rows, below which a pass over them says too little
 PROBE_EVERY = 24  # steps between two passes over a shard's tokens; doubles with each that found nothing to read
 
@@ -87,6 +88,8 @@ class Prober:
                 ways = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * rows * now.context
             steps = min(most, COST_STEPS) if cost_only else most
             loss = max(1.0 - math.exp(gain), 0.0) * steps * incumbent.seconds + ways
+            if score.arm[0] in scorer.watched:
+                loss += steps * LOOK_SECONDS
             worth = (expected_improvement(gain, sd) - max(gain, 0.0)) * horizon - loss
             if worth > best_worth and loss <= budget:
                 best, best_worth, best_loss, best_steps = score, worth, loss, steps
