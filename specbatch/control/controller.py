@@ -87,7 +87,7 @@ class Controller:
         self.log = log
         self.known = Learner(cost, prior)
         self.states: dict[int, ShardState] = {}
-        self.prober = Prober(options.limits, options.ks, options.methods, self.known)
+        self.prober = Prober(options.limits, options.ks, options.methods, options.can_probe_draft, self.known)
         self._prior = prior
         self._default: Arm = AR if options.allow_ar else (options.methods[0], options.ks[0])
         self._interval = 4

@@ -19,6 +19,8 @@ from specbatch.control.situation import Situation
 MOST_PROBED_ROWS = 32
 COST_STEPS = 3  # steps that tell what a mode costs
 LOOK_SECONDS = 1e-3  # of the host, for each step of a look-up's trial: it takes several until one has drafts
+PASS_FIRST = 0.5  # rounds known of a draft, below which a pass comes before a trial ...
+LONG_STEP = 0.003  # ... where steps take at least these seconds
 LEAST_PRODUCED = 6.0  # mean output tokens of the rows, below which a pass over them says too little
 PROBE_EVERY = 24  # steps between two passes over a shard's tokens; doubles with each that found nothing to read
 
@@ -35,8 +37,10 @@ class Trial:
 class Prober:
     """The budgets of one run."""
 
-    def __init__(self, limits: Limits, ks: tuple[int, ...], methods: tuple[int, ...], known: Learner) -> None:
-        self.limits, self.known = limits, known
+    def __init__(
+        self, limits: Limits, ks: tuple[int, ...], methods: tuple[int, ...], can_pass: bool, known: Learner
+    ) -> None:
+        self.limits, self.can_pass, self.known = limits, can_pass, known
         self.probe_spent = 0.0  # seconds that trying modes out is expected to have cost
         self.shadow_spent = 0.0  # seconds of teacher-forced draft passes, asked for ones at their expected price
         self.shadow_k = max(ks) if METHOD_NGRAM in methods else 0  # most drafts of the n-gram shadow's rounds
@@ -73,6 +77,9 @@ class Prober:
         horizon = min(left, limits.horizon_steps * incumbent.seconds)
         budget = limits.probe_share * (known.seconds + left) - self.probe_spent
         most = int(min(max(math.ceil(limits.probe_rounds / rows), 2), limits.max_probe_steps))
+        # A pass over what rows produce tells for less than a trial, and soon, unless steps are so short that many go by
+        # between two looks.
+        pass_first = self.can_pass and state.arm[0] != METHOD_DRAFT and known.step_seconds >= LONG_STEP
         best: Score | None = None
         best_worth = best_loss = 0.0
         best_steps = 0
@@ -80,6 +87,8 @@ class Prober:
             if score.arm == state.arm or not state.may_probe(step, score.arm):
                 continue
             if score.arm[0] == METHOD_DRAFT and known.coverage < 0.3:  # no page to draft with: nothing would be learned
+                continue
+            if pass_first and score.arm[0] == METHOD_DRAFT and score.estimate.evidence < PASS_FIRST:
                 continue
             cost_only = score.arm[0] in (METHOD_NONE, *scorer.watched)  # acceptance is counted whatever is in force
             gain, sd = scorer.gain(score, incumbent, trying=True, cost_only=cost_only)
