@@ -77,6 +77,22 @@ def test_luck_is_not_taken_for_a_difference_between_rows() -> None:
     assert sum(g.rows for g in tally.groups(rows, finished=True)) == 150
 
 
+def test_finished_rows_are_counted_once_and_their_handles_start_anew() -> None:
+    """In whatever order rows end: groups of all that ended are those of the same rows while they ran."""
+    tally, rng = RowTally(), np.random.default_rng(1)
+    rows = np.arange(100)
+    for _ in range(8):
+        tally.add(rows, np.full(100, 4), rng.binomial(4, rows / 100))
+    wanted = tally.groups(rows[10:70], finished=True)
+    for ended in (rows[40:70], rows[10:40]):
+        tally.finish(ended)
+        tally.add(rows[:10], np.full(10, 4), np.full(10, 4))  # the steps between have other rows
+    assert tally.finished_groups() == wanted
+    assert sum(g.rows for g in wanted) == 60
+    assert tally.finished_groups() == ()
+    assert sum(g.rows for g in tally.groups(rows, finished=False)) == 40
+
+
 def test_a_few_slow_rows_do_not_promise_fast_ones_to_come() -> None:
     """Eight rows that accept little now, many that accepted much before: what is counted now is not raised for that."""
     mix = RowMix()

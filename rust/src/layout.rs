@@ -4,7 +4,7 @@
 use crate::block_pool::PageId;
 use crate::config::Config;
 use crate::error::{Result, ensure};
-use crate::sequence::Slab;
+use crate::slab::Slab;
 use crate::step::{StepInfo, StepKind, StepPlan};
 
 /// The caller's arrays. R rows, T tokens, L logits; block tables are `[R, P]` and `[R, Pd]`, row-major.

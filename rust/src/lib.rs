@@ -13,6 +13,7 @@ pub mod queue;
 pub mod scheduler;
 pub mod sequence;
 pub mod shadow;
+pub mod slab;
 pub mod speculation;
 pub mod step;
 pub mod stop;

@@ -263,6 +263,26 @@ mod tests {
         assert_eq!(find_ngram(&[7, 1, 2, 1, 2, 1], 5, 2, 4), [2, 1, 2, 1, 2]);
     }
 
+    #[test]
+    fn a_long_row_equals_a_scan() {
+        // Long enough for places to outgrow their bits twice, with few n-grams that differ and with many.
+        for words in [2, 60] {
+            let mut state = 1_u64;
+            let tokens: Vec<i32> = (0..5000)
+                .map(|_| {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    ((state >> 33) % words) as i32
+                })
+                .collect();
+            let mut index = NgramIndex::new(2, 12);
+            for len in (0..=tokens.len()).step_by(37) {
+                let mut out = Vec::new();
+                index.propose(&tokens[..len], 3, &mut out);
+                assert_eq!(out, scan(&tokens[..len], 3, 2, 12), "{words} words, {len} tokens");
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn the_index_equals_a_scan(

@@ -129,7 +129,9 @@ mod tests {
         for &token in output {
             let all = shadow.observe(&mut index, &tokens, token, most, |k, round| rounds[k - 1].push(round));
             if matches!(all, Ended::Unmatched) {
-                rounds.iter_mut().for_each(|r| r.push(Round { proposed: 0, accepted: 0, committed: 1 }));
+                for each in &mut rounds {
+                    each.push(Round { proposed: 0, accepted: 0, committed: 1 });
+                }
             }
             tokens.push(token);
         }
@@ -158,7 +160,7 @@ mod tests {
                 (state >> 33) % below
             };
             let words = 2 + random(4);
-            let prompt: Vec<i32> = (0..1 + random(12)).map(|_| random(words) as i32).collect();
+            let prompt: Vec<i32> = (0..=random(12)).map(|_| random(words) as i32).collect();
             let output: Vec<i32> = (0..random(60)).map(|_| random(words) as i32).collect();
             let rounds = scored(&prompt, &output, 5);
             for k in 1..=5 {
