@@ -328,6 +328,7 @@ class CpuDecoder:
         scale: float,  # of attention scores
         bfloat16: bool,  # multiply bfloat16 activations where this processor can
         threads: int,  # the caller's thread among them; decoders of one number share their threads
+        int8: bool = False,  # round weights (a scale a row) and activations (a scale a token); not the head
     ) -> CpuDecoder: ...
     def add_layer(
         self,
@@ -374,7 +375,7 @@ class CpuDecoder:
 
     @property
     def kernel(self) -> str:
-        """The instructions that multiply here, for people."""
+        """The instructions that multiply in the layers, for people."""
 
     @property
     def weight_bytes(self) -> int: ...

@@ -7,8 +7,9 @@ use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteAr
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use specbatch_cpu_kernels::attention::Rows;
-use specbatch_cpu_kernels::decoder::{Angles, Decoder, Head, Layer, Shape, Step};
-use specbatch_cpu_kernels::packed::{Packed, all_half};
+use specbatch_cpu_kernels::decoder::{Angles, Decoder, Layer, Shape, Step};
+use specbatch_cpu_kernels::head::Head;
+use specbatch_cpu_kernels::packed::{Number, Packed, all_half};
 use specbatch_cpu_kernels::pages::LayerPages;
 use specbatch_cpu_kernels::product::{Activation, Kernel};
 use specbatch_cpu_kernels::team::Team;
@@ -52,7 +53,7 @@ impl<'py> Matrix<'py> {
     }
 }
 
-/// Pack matrices of one input. bfloat16 storage where the kernel wants it or nothing is lost.
+/// Pack matrices of one input as the kernel takes them; bfloat16 also for float32 where nothing is lost.
 fn pack(py: Python<'_>, parts: &[Matrix<'_>], kernel: Kernel, interleave: bool) -> PyResult<Packed> {
     let k = parts[0].columns();
     let contiguous = |_| PyValueError::new_err("weights must be contiguous");
@@ -69,15 +70,15 @@ fn pack(py: Python<'_>, parts: &[Matrix<'_>], kernel: Kernel, interleave: bool) 
     if !wide.is_empty() && !half.is_empty() {
         return Err(PyTypeError::new_err("weights of one input must have one dtype"));
     }
-    py.detach(|| {
-        if wide.is_empty() {
-            Packed::new(&half, k, true, interleave)
-        } else {
-            let exact = kernel.takes_half() || wide.iter().all(|w| all_half(w));
-            Packed::new(&wide, k, exact, interleave)
+    py.detach(|| match (kernel.takes(), wide.is_empty()) {
+        (Number::Int8, true) => Packed::int8(&half, k, interleave).map_err(PyValueError::new_err),
+        (Number::Int8, false) => Packed::int8(&wide, k, interleave).map_err(PyValueError::new_err),
+        (_, true) => Packed::new(&half, k, true, interleave).map_err(PyMemoryError::new_err),
+        (number, false) => {
+            let exact = number == Number::Bf16 || wide.iter().all(|w| all_half(w));
+            Packed::new(&wide, k, exact, interleave).map_err(PyMemoryError::new_err)
         }
     })
-    .map_err(PyMemoryError::new_err)
 }
 
 fn numbers(array: Option<&PyReadonlyArray1<'_, f32>>, name: &str) -> PyResult<Option<Vec<f32>>> {
@@ -88,6 +89,8 @@ fn numbers(array: Option<&PyReadonlyArray1<'_, f32>>, name: &str) -> PyResult<Op
 #[pyclass(name = "CpuDecoder", module = "specbatch._core")]
 pub struct CpuDecoder {
     decoder: Decoder,
+    /// Of the head, which is not quantised.
+    head_kernel: Kernel,
     team: Arc<Team>,
 }
 
@@ -95,7 +98,7 @@ pub struct CpuDecoder {
 impl CpuDecoder {
     #[new]
     #[pyo3(signature = (*, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, eps, activation, scale,
-        bfloat16, threads))]
+        bfloat16, threads, int8=false))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         hidden_size: usize,
@@ -108,6 +111,7 @@ impl CpuDecoder {
         scale: f32,
         bfloat16: bool,
         threads: usize,
+        int8: bool,
     ) -> PyResult<Self> {
         let sizes = [hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, threads];
         if sizes.contains(&0) || !num_heads.is_multiple_of(num_kv_heads) {
@@ -134,7 +138,9 @@ impl CpuDecoder {
             activation,
             scale,
         };
-        Ok(Self { decoder: Decoder::new(shape, Kernel::best(bfloat16)), team: team(threads) })
+        let head_kernel = Kernel::best(bfloat16);
+        let kernel = if int8 { Kernel::best_int8() } else { head_kernel };
+        Ok(Self { decoder: Decoder::new(shape, kernel), head_kernel, team: team(threads) })
     }
 
     /// Append a layer; weights [out, in].
@@ -194,9 +200,9 @@ impl CpuDecoder {
     /// The final norm and the head, weight [vocabulary, hidden].
     #[allow(clippy::needless_pass_by_value)]
     fn set_head(&mut self, py: Python<'_>, norm: PyReadonlyArray1<'_, f32>, weight: &Bound<'_, PyAny>) -> PyResult<()> {
-        let weight = pack(py, &[Matrix::of(weight, "weight")?], self.decoder.kernel(), false)?;
-        let norm = slice(&norm, "norm")?.to_vec();
-        self.decoder.set_head(Head { norm, weight }).map_err(PyValueError::new_err)
+        let weight = pack(py, &[Matrix::of(weight, "weight")?], self.head_kernel, false)?;
+        let head = Head::new(slice(&norm, "norm")?.to_vec(), weight, self.head_kernel);
+        head.and_then(|head| self.decoder.set_head(head)).map_err(PyValueError::new_err)
     }
 
     /// Rotary tables [positions, dim].
@@ -239,7 +245,7 @@ impl CpuDecoder {
             positions: if ancestors.is_some() { positions } else { &[] },
         };
         let slots = slice(&slot_mapping, "slot_mapping")?;
-        let Self { decoder, team } = self;
+        let Self { decoder, team, .. } = self;
         if let Ok(mut storage) = storage.extract::<PyReadwriteArray1<'_, f32>>() {
             let storage = storage.as_slice_mut().map_err(|_| contiguous("storage"))?;
             py.detach(|| decoder.forward(team, hidden, &mut Step { positions, slots, rows, storage, pages: &pages }))
@@ -265,7 +271,7 @@ impl CpuDecoder {
         let hidden = hidden.as_slice().map_err(|_| contiguous("hidden"))?;
         let indices = slice(&indices, "indices")?;
         let out = out.as_slice_mut().map_err(|_| contiguous("out"))?;
-        let Self { decoder, team } = self;
+        let Self { decoder, team, .. } = self;
         py.detach(|| decoder.logits(team, hidden, indices, out)).map_err(PyValueError::new_err)
     }
 
@@ -283,11 +289,11 @@ impl CpuDecoder {
         let hidden = hidden.as_slice().map_err(|_| contiguous("hidden"))?;
         let indices = slice(&indices, "indices")?;
         let out = out.as_slice_mut().map_err(|_| contiguous("out"))?;
-        let Self { decoder, team } = self;
+        let Self { decoder, team, .. } = self;
         py.detach(|| decoder.best(team, hidden, indices, limit, out)).map_err(PyValueError::new_err)
     }
 
-    /// What multiplies here.
+    /// What multiplies in the layers.
     #[getter]
     fn kernel(&self) -> &'static str {
         self.decoder.kernel().name()

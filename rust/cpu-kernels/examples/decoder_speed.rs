@@ -1,4 +1,4 @@
-//! Where a step of a small model spends its time: `decoder_speed [THREADS [half]]`
+//! Where a step of a small model spends its time: `decoder_speed [THREADS [half [int8]]]`
 //! The shape is SmolLM2-135M's, the weights are random.
 
 use specbatch_cpu_kernels::attention::{Rows, Stored};
@@ -12,11 +12,12 @@ use specbatch_cpu_kernels::team::Team;
 const LAYERS: usize = 30;
 const BLOCK: usize = 16;
 
-fn weight(columns: &[usize], k: usize, half: bool) -> Packed {
+fn weight(columns: &[usize], k: usize, half: bool, int8: bool) -> Packed {
     let parts: Vec<Vec<f32>> =
         columns.iter().map(|&c| (0..c * k).map(|i| (i * 7919 % 201) as f32 / 1000.0 - 0.1).collect()).collect();
     let parts: Vec<&[f32]> = parts.iter().map(Vec::as_slice).collect();
-    Packed::new(&parts, k, half, columns.len() == 2).expect("memory")
+    let interleave = columns.len() == 2;
+    if int8 { Packed::int8(&parts, k, interleave) } else { Packed::new(&parts, k, half, interleave) }.expect("memory")
 }
 
 fn measure<E: Stored>(decoder: &mut Decoder, team: &Team, name: &str, rows: usize, context: usize, queries: usize) {
@@ -71,7 +72,7 @@ fn measure<E: Stored>(decoder: &mut Decoder, team: &Team, name: &str, rows: usiz
     }
 }
 
-fn run<E: Stored>(team: &Team, half: bool) {
+fn run<E: Stored>(team: &Team, half: bool, int8: bool) {
     let (hidden, heads, kv_heads, head_dim, intermediate) = (576, 9, 3, 64, 1536);
     let shape = Shape {
         hidden,
@@ -83,17 +84,17 @@ fn run<E: Stored>(team: &Team, half: bool) {
         activation: Activation::Silu,
         scale: 0.125,
     };
-    let mut decoder = Decoder::new(shape, Kernel::best(half));
+    let mut decoder = Decoder::new(shape, if int8 { Kernel::best_int8() } else { Kernel::best(half) });
     for _ in 0..LAYERS {
         let layer = Layer {
             attention_norm: vec![1.0; hidden],
-            qkv: weight(&[heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], hidden, half),
+            qkv: weight(&[heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], hidden, half, int8),
             query_norm: None,
             key_norm: None,
-            output: weight(&[hidden], heads * head_dim, half),
+            output: weight(&[hidden], heads * head_dim, half, int8),
             mlp_norm: vec![1.0; hidden],
-            gate_up: weight(&[intermediate, intermediate], hidden, half),
-            down: weight(&[hidden], intermediate, half),
+            gate_up: weight(&[intermediate, intermediate], hidden, half, int8),
+            down: weight(&[hidden], intermediate, half, int8),
             window: None,
         };
         decoder.push(layer).expect("a layer");
@@ -122,9 +123,10 @@ fn run<E: Stored>(team: &Team, half: bool) {
 fn main() {
     let threads = std::env::args().nth(1).and_then(|a| a.parse().ok()).unwrap_or(1);
     let team = Team::new(threads);
+    let int8 = std::env::args().any(|a| a == "int8");
     if std::env::args().nth(2).is_some_and(|a| a == "half") {
-        run::<u16>(&team, true);
+        run::<u16>(&team, true, int8);
     } else {
-        run::<f32>(&team, false);
+        run::<f32>(&team, false, int8);
     }
 }

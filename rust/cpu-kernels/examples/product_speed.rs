@@ -2,9 +2,17 @@
 
 use std::time::Instant;
 
-use specbatch_cpu_kernels::packed::{Packed, padded};
+use specbatch_cpu_kernels::packed::{Number, Packed};
 use specbatch_cpu_kernels::product::{Kernel, Output, Product, Rows};
 use specbatch_cpu_kernels::team::Team;
+
+fn pack(values: &[f32], k: usize, stored: Number) -> Packed {
+    let packed = match stored {
+        Number::Int8 => Packed::int8(&[values], k, false),
+        Number::F32 | Number::Bf16 => Packed::new(&[values], k, stored == Number::Bf16, false),
+    };
+    packed.expect("memory")
+}
 
 fn main() {
     let threads = std::env::args().nth(1).and_then(|a| a.parse().ok()).unwrap_or(1);
@@ -14,28 +22,28 @@ fn main() {
         if std::env::args().nth(2).is_some_and(|a| a != format!("{kernel:?}")) {
             continue;
         }
-        for stored_half in [true, false] {
-            if kernel == Kernel::Plain || (!stored_half && kernel.takes_half()) {
+        for stored in [Number::Bf16, Number::F32, Number::Int8] {
+            if matches!(kernel, Kernel::Plain | Kernel::PlainInt8) || !kernel.multiplies(stored) {
                 continue;
             }
             for (name, columns, k) in shapes {
                 // As many copies as make more than the caches hold, as the layers of a model do.
                 let copies = if columns > 10_000 { 2 } else { 30 };
                 let values = vec![0.5f32; columns * k];
-                let weights: Vec<_> =
-                    (0..copies).map(|_| Packed::new(&[&values[..]], k, stored_half, false).expect("memory")).collect();
-                print!("{kernel:?} half={stored_half} {name:8}");
+                let weights: Vec<_> = (0..copies).map(|_| pack(&values, k, stored)).collect();
+                print!("{kernel:?} over {stored:?} {name:8}");
                 for rows in [1usize, 4, 8, 16, 64, 1024] {
                     if rows == 1024 && columns > 10_000 {
                         continue;
                     }
-                    let stride = padded(k);
+                    let stride = kernel.takes().padded(k);
+                    let (int8, scales) = (vec![1i8; rows.next_multiple_of(32) * stride], vec![0.1f32; rows]);
                     let half = vec![0x3F80u16; rows.next_multiple_of(32) * stride];
                     let wide = vec![1.0f32; rows.next_multiple_of(32) * stride];
-                    let input = if kernel.takes_half() {
-                        Rows::Bf16 { at: half.as_ptr(), stride }
-                    } else {
-                        Rows::F32 { at: wide.as_ptr(), stride }
+                    let input = match kernel.takes() {
+                        Number::F32 => Rows::F32 { at: wide.as_ptr(), stride },
+                        Number::Bf16 => Rows::Bf16 { at: half.as_ptr(), stride },
+                        Number::Int8 => Rows::Int8 { at: int8.as_ptr(), stride, scales: scales.as_ptr() },
                     };
                     let mut out = vec![0.0f32; rows * columns];
                     let mut best = f64::MAX;

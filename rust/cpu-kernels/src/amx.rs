@@ -1,10 +1,11 @@
-//! Products in AMX tiles: 16 x 16 sums, bfloat16 pairs, 32 k a step. Stable Rust has no intrinsics for them, hence `asm!`.
+//! Products in AMX tiles: 16 x 16 sums; bfloat16 pairs, 32 k a step, or int8 fours, 64 k. Stable Rust has no intrinsics for them, hence `asm!`.
 //! Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3.
 
 use std::arch::asm;
 
 use crate::epilogue::finish;
-use crate::packed::{COLUMNS, GROUP, K_STEP, Line};
+use crate::int8::dequantise;
+use crate::packed::{COLUMNS, GROUP, Line, Number, Packed};
 use crate::product::{Block, Product, Rows};
 
 /// What `ldtilecfg` reads: all eight tiles of 16 rows of 64 bytes.
@@ -39,8 +40,8 @@ const FIRST_CACHE: usize = 40 << 10;
 
 /// Whether a block of rows fits the first cache: then it stays there while a chunk's panels stream past it out of the
 /// second, else a group of panels stays while the rows do.
-pub(crate) fn rows_first(k_padded: usize) -> bool {
-    ROWS * k_padded * 2 <= FIRST_CACHE
+pub(crate) fn rows_first(weight: &Packed) -> bool {
+    ROWS * weight.k_padded * weight.number().bytes() <= FIRST_CACHE
 }
 
 #[repr(C, align(64))]
@@ -49,9 +50,42 @@ struct Scratch([f32; 32 * WIDE]);
 /// # Safety
 /// As `Product::run`; the process may use AMX (`simd::amx_ready`).
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-pub(crate) unsafe fn block(product: &Product<'_>, block: Block) {
-    let Rows::Bf16 { at: x, stride } = product.input else { unreachable!("AMX takes bfloat16") };
-    let steps = product.weight.k_padded / K_STEP;
+pub(crate) unsafe fn bf16(product: &Product<'_>, block: Block) {
+    let Rows::Bf16 { at, stride } = product.input else { unreachable!("it takes bfloat16") };
+    // SAFETY: the caller's.
+    unsafe { run(product, block, at.cast(), 2 * stride, &HALF) }
+}
+
+/// # Safety
+/// As `bf16`, with products of int8 (`simd::amx_int8_ready`).
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+pub(crate) unsafe fn int8(product: &Product<'_>, block: Block) {
+    let Rows::Int8 { at, stride, .. } = product.input else { unreachable!("it takes int8") };
+    // SAFETY: the caller's.
+    unsafe { run(product, block, at.cast(), stride, &INT8) }
+}
+
+/// Rows of 64 bytes a step, `stride` bytes apart; weights of one step are a tile of lines. Returns the sums' bits.
+type Tiles = unsafe fn(x: *const u8, stride: usize, w: *const Line, steps: usize, out: *mut f32);
+
+/// As `Tiles`, with the place that the processor may be asked to bring nearer.
+type TilesAhead = unsafe fn(x: *const u8, stride: usize, w: *const Line, ahead: *const Line, steps: usize, out: *mut f32);
+
+/// One dtype's ways to fill tiles of sums.
+struct Shapes {
+    one_by_four: Tiles,
+    two_by_two: TilesAhead,
+    two_by_two_ahead: TilesAhead,
+    two_by_one: Tiles,
+}
+
+/// # Safety
+/// As `bf16`; `x` are the input's rows of `x_stride` bytes, `shapes` are of its dtype.
+// NOTE: with the instructions itself, not inlined into functions that have them: its closure would be without.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn run(product: &Product<'_>, block: Block, x: *const u8, x_stride: usize, shapes: &Shapes) {
+    let steps = product.weight.steps() / 16;
+    let is_int8 = product.weight.number() == Number::Int8;
     let mut scratch = Scratch([0.0; 32 * WIDE]);
     let last_row = block.row + block.rows;
     let end = block.panel + block.panels;
@@ -61,33 +95,37 @@ pub(crate) unsafe fn block(product: &Product<'_>, block: Block) {
         // SAFETY: rows are readable up to whole tiles (`Rows`), panels are whole, the scratch holds 32 x 4 panels; tiles
         // are configured below.
         unsafe {
-            let (x, out) = (x.add(row * stride), scratch.0.as_mut_ptr());
+            let (x, out) = (x.add(row * x_stride), scratch.0.as_mut_ptr());
             while panel < panels {
                 let w = product.weight.panel(strip + panel);
                 let out = out.add(panel * COLUMNS);
                 if rows <= 16 && panels - panel == GROUP {
-                    one_by_four(x, stride, w, steps, out);
+                    (shapes.one_by_four)(x, x_stride, w, steps, out);
                     panel += GROUP;
                 } else if panels - panel >= 2 {
                     let ahead = product.weight.panel(strip).wrapping_add(DISTANCE / 64 + panel / 2 * 32);
                     if row == block.row {
-                        two_by_two::<true>(x, stride, w, ahead, steps, out);
+                        (shapes.two_by_two_ahead)(x, x_stride, w, ahead, steps, out);
                     } else {
-                        two_by_two::<false>(x, stride, w, ahead, steps, out);
+                        (shapes.two_by_two)(x, x_stride, w, ahead, steps, out);
                     }
                     panel += 2;
                 } else {
-                    two_by_one(x, stride, w, steps, out);
+                    (shapes.two_by_one)(x, x_stride, w, steps, out);
                     panel += 1;
                 }
             }
-            finish(product, product.tile(row, rows, strip, panels), &scratch.0, WIDE);
+            let tile = product.tile(row, rows, strip, panels);
+            if is_int8 {
+                dequantise(product, tile, &mut scratch.0, WIDE, false);
+            }
+            finish(product, tile, &scratch.0, WIDE);
         }
     };
     // SAFETY: the process may use AMX.
     unsafe {
         asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly));
-        if rows_first(product.weight.k_padded) {
+        if rows_first(product.weight) {
             for row in (block.row..last_row).step_by(ROWS) {
                 for strip in (block.panel..end).step_by(GROUP) {
                     tile(row, strip);
@@ -101,36 +139,6 @@ pub(crate) unsafe fn block(product: &Product<'_>, block: Block) {
             }
         }
         asm!("tilerelease", options(nostack, nomem));
-    }
-}
-
-/// 16 rows by 4 panels: as many sums as there are tiles for, for few rows.
-#[inline(always)]
-unsafe fn one_by_four(x: *const u16, stride: usize, w: *const Line, steps: usize, out: *mut f32) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-            "2:",
-            "tileloadd tmm4, [{x} + {xs}]",
-            "tileloadd tmm5, [{w} + {ws}]",
-            "tdpbf16ps tmm0, tmm4, tmm5",
-            "tileloadd tmm6, [{w} + {ws} + 64]",
-            "tdpbf16ps tmm1, tmm4, tmm6",
-            "tileloadd tmm7, [{w} + {ws} + 128]",
-            "tdpbf16ps tmm2, tmm4, tmm7",
-            "tileloadd tmm5, [{w} + {ws} + 192]",
-            "tdpbf16ps tmm3, tmm4, tmm5",
-            "add {x}, 64", "add {w}, 4096",
-            "dec {n}", "jnz 2b",
-            "tilestored [{out} + {os}], tmm0",
-            "tilestored [{out} + {os} + 64], tmm1",
-            "tilestored [{out} + {os} + 128], tmm2",
-            "tilestored [{out} + {os} + 192], tmm3",
-            x = inout(reg) x => _, xs = in(reg) stride * 2, ws = in(reg) LINE_STRIDE,
-            w = inout(reg) w => _, n = inout(reg) steps => _, out = in(reg) out, os = in(reg) WIDE * 4,
-            options(nostack),
-        );
     }
 }
 
@@ -162,22 +170,23 @@ macro_rules! ask {
     };
 }
 
+/// The loop of 32 rows by 2 panels, with what is asked for meanwhile.
 macro_rules! two_by_two {
-    ($first:expr, $second:expr, $third:expr, $fourth:expr, $x:expr, $stride:expr, $w:expr, $ahead:expr, $steps:expr, $out:expr) => {
+    ($dot:literal, $first:expr, $second:expr, $third:expr, $fourth:expr, $x:expr, $stride:expr, $w:expr, $ahead:expr, $steps:expr, $out:expr) => {
         asm!(
             "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
             "2:",
             "tileloadd tmm4, [{x} + {xs}]",
             "tileloaddt1 tmm6, [{w} + {ws}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
+            concat!($dot, " tmm0, tmm4, tmm6"),
             $first,
             "tileloaddt1 tmm7, [{w} + {ws} + 64]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
+            concat!($dot, " tmm1, tmm4, tmm7"),
             $second,
             "tileloadd tmm5, [{y} + {xs}]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
+            concat!($dot, " tmm2, tmm5, tmm6"),
             $third,
-            "tdpbf16ps tmm3, tmm5, tmm7",
+            concat!($dot, " tmm3, tmm5, tmm7"),
             $fourth,
             "add {x}, 64", "add {y}, 64", "add {w}, 4096", "add {p}, 4096",
             "dec {n}", "jnz 2b",
@@ -185,7 +194,7 @@ macro_rules! two_by_two {
             "tilestored [{out} + {os} + 64], tmm1",
             "tilestored [{low} + {os}], tmm2",
             "tilestored [{low} + {os} + 64], tmm3",
-            x = inout(reg) $x => _, y = inout(reg) $x.add(16 * $stride) => _, xs = in(reg) $stride * 2,
+            x = inout(reg) $x => _, y = inout(reg) $x.add(16 * $stride) => _, xs = in(reg) $stride,
             ws = in(reg) LINE_STRIDE, w = inout(reg) $w => _, p = inout(reg) $ahead => _,
             n = inout(reg) $steps => _, out = in(reg) $out, low = in(reg) $out.add(16 * WIDE), os = in(reg) WIDE * 4,
             options(nostack),
@@ -193,47 +202,97 @@ macro_rules! two_by_two {
     };
 }
 
-/// 32 rows by 2 panels; `AHEAD`: two kilobytes a step are asked for from `ahead` on.
-#[inline(always)]
-unsafe fn two_by_two<const AHEAD: bool>(
-    x: *const u16,
-    stride: usize,
-    w: *const Line,
-    ahead: *const Line,
-    steps: usize,
-    out: *mut f32,
-) {
-    // SAFETY: the caller's; a prefetch may name any address.
-    unsafe {
-        if AHEAD {
-            two_by_two!(ask!("0"), ask!("512"), ask!("1024"), ask!("1536"), x, stride, w, ahead, steps, out);
-        } else {
-            two_by_two!("", "", "", "", x, stride, w, ahead, steps, out);
+/// The loops over k, with an instruction for one step.
+macro_rules! tiles {
+    ($name:ident, $dot:literal) => {
+        const $name: Shapes = {
+        /// 16 rows by 4 panels: as many sums as there are tiles for, for few rows.
+        unsafe fn one_by_four(x: *const u8, stride: usize, w: *const Line, steps: usize, out: *mut f32) {
+            // SAFETY: the caller's.
+            unsafe {
+                asm!(
+                    "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                    "2:",
+                    "tileloadd tmm4, [{x} + {xs}]",
+                    "tileloadd tmm5, [{w} + {ws}]",
+                    concat!($dot, " tmm0, tmm4, tmm5"),
+                    "tileloadd tmm6, [{w} + {ws} + 64]",
+                    concat!($dot, " tmm1, tmm4, tmm6"),
+                    "tileloadd tmm7, [{w} + {ws} + 128]",
+                    concat!($dot, " tmm2, tmm4, tmm7"),
+                    "tileloadd tmm5, [{w} + {ws} + 192]",
+                    concat!($dot, " tmm3, tmm4, tmm5"),
+                    "add {x}, 64", "add {w}, 4096",
+                    "dec {n}", "jnz 2b",
+                    "tilestored [{out} + {os}], tmm0",
+                    "tilestored [{out} + {os} + 64], tmm1",
+                    "tilestored [{out} + {os} + 128], tmm2",
+                    "tilestored [{out} + {os} + 192], tmm3",
+                    x = inout(reg) x => _, xs = in(reg) stride, ws = in(reg) LINE_STRIDE,
+                    w = inout(reg) w => _, n = inout(reg) steps => _, out = in(reg) out, os = in(reg) WIDE * 4,
+                    options(nostack),
+                );
+            }
         }
-    }
+
+            /// 32 rows by 2 panels; of `ahead`, two kilobytes a step are asked for.
+            unsafe fn two_by_two_ahead(
+                x: *const u8,
+                stride: usize,
+                w: *const Line,
+                ahead: *const Line,
+                steps: usize,
+                out: *mut f32,
+            ) {
+                // SAFETY: the caller's; a prefetch may name any address.
+                unsafe {
+                    two_by_two!($dot, ask!("0"), ask!("512"), ask!("1024"), ask!("1536"), x, stride, w, ahead, steps, out);
+                }
+            }
+
+            /// As `two_by_two_ahead`, without asking.
+            unsafe fn two_by_two(
+                x: *const u8,
+                stride: usize,
+                w: *const Line,
+                ahead: *const Line,
+                steps: usize,
+                out: *mut f32,
+            ) {
+                // SAFETY: the caller's.
+                unsafe {
+                    two_by_two!($dot, "", "", "", "", x, stride, w, ahead, steps, out);
+                }
+            }
+
+        /// 32 rows by the last, odd panel.
+        unsafe fn two_by_one(x: *const u8, stride: usize, w: *const Line, steps: usize, out: *mut f32) {
+            // SAFETY: the caller's.
+            unsafe {
+                asm!(
+                    "tilezero tmm0", "tilezero tmm1",
+                    "2:",
+                    "tileloadd tmm4, [{x} + {xs}]",
+                    "tileloadd tmm6, [{w} + {ws}]",
+                    concat!($dot, " tmm0, tmm4, tmm6"),
+                    "tileloadd tmm5, [{y} + {xs}]",
+                    concat!($dot, " tmm1, tmm5, tmm6"),
+                    "add {x}, 64", "add {y}, 64", "add {w}, 4096",
+                    "dec {n}", "jnz 2b",
+                    "tilestored [{out} + {os}], tmm0",
+                    "tilestored [{low} + {os}], tmm1",
+                    x = inout(reg) x => _, y = inout(reg) x.add(16 * stride) => _, xs = in(reg) stride, ws = in(reg) LINE_STRIDE,
+                    w = inout(reg) w => _,
+                    n = inout(reg) steps => _, out = in(reg) out, low = in(reg) out.add(16 * WIDE), os = in(reg) WIDE * 4,
+                    options(nostack),
+                );
+            }
+        }
+
+            Shapes { one_by_four, two_by_two, two_by_two_ahead, two_by_one }
+        };
+    };
 }
 
-/// 32 rows by the last, odd panel.
-#[inline(always)]
-unsafe fn two_by_one(x: *const u16, stride: usize, w: *const Line, steps: usize, out: *mut f32) {
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "tilezero tmm0", "tilezero tmm1",
-            "2:",
-            "tileloadd tmm4, [{x} + {xs}]",
-            "tileloadd tmm6, [{w} + {ws}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm5, [{y} + {xs}]",
-            "tdpbf16ps tmm1, tmm5, tmm6",
-            "add {x}, 64", "add {y}, 64", "add {w}, 4096",
-            "dec {n}", "jnz 2b",
-            "tilestored [{out} + {os}], tmm0",
-            "tilestored [{low} + {os}], tmm1",
-            x = inout(reg) x => _, y = inout(reg) x.add(16 * stride) => _, xs = in(reg) stride * 2, ws = in(reg) LINE_STRIDE,
-            w = inout(reg) w => _,
-            n = inout(reg) steps => _, out = in(reg) out, low = in(reg) out.add(16 * WIDE), os = in(reg) WIDE * 4,
-            options(nostack),
-        );
-    }
-}
+tiles!(HALF, "tdpbf16ps");
+tiles!(INT8, "tdpbssd");

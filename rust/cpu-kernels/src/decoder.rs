@@ -7,10 +7,12 @@
 
 use std::time::Instant;
 
+use crate::activations::Buffer;
 use crate::attention::{self, Options, Prepared, Rows as StepRows, Stored, Tasks};
-use crate::packed::{GROUP, Packed, padded};
+use crate::head::Head;
+use crate::packed::Packed;
 use crate::pages::{Element, LayerPages};
-use crate::product::{Activation, Best, Kernel, Output, Product, Rows};
+use crate::product::{Activation, Kernel, Output, Product};
 use crate::team::Team;
 use crate::token_ops::{self, Rotary};
 
@@ -43,11 +45,6 @@ pub struct Layer {
     pub window: Option<i32>,
 }
 
-pub struct Head {
-    pub norm: Vec<f32>,
-    pub weight: Packed,
-}
-
 /// Cosines and sines of every position, [positions, dim] each, as transformers' rotary modules give them (both halves
 /// alike, scaled as the model wants).
 #[derive(Default)]
@@ -69,49 +66,10 @@ pub struct Step<'a, E> {
     pub pages: &'a [LayerPages],
 }
 
-/// Activations as the kernel wants them: rows padded in k, whole tiles of rows.
-struct Buffer {
-    wide: Vec<f32>,
-    half: Vec<u16>,
-    stride: usize,
-    takes_half: bool,
-}
-
-impl Buffer {
-    fn new(k: usize, takes_half: bool) -> Self {
-        Self { wide: Vec::new(), half: Vec::new(), stride: padded(k), takes_half }
-    }
-
-    fn fit(&mut self, rows: usize) {
-        let size = rows.next_multiple_of(32) * self.stride;
-        if self.takes_half && self.half.len() < size {
-            self.half.resize(size, 0);
-        } else if !self.takes_half && self.wide.len() < size {
-            self.wide.resize(size, 0.0);
-        }
-    }
-
-    fn rows(&self) -> Rows {
-        if self.takes_half {
-            Rows::Bf16 { at: self.half.as_ptr(), stride: self.stride }
-        } else {
-            Rows::F32 { at: self.wide.as_ptr(), stride: self.stride }
-        }
-    }
-
-    fn sink(&mut self) -> token_ops::Sink {
-        if self.takes_half {
-            token_ops::Sink::Bf16 { at: self.half.as_mut_ptr(), stride: self.stride }
-        } else {
-            token_ops::Sink::F32 { at: self.wide.as_mut_ptr(), stride: self.stride }
-        }
-    }
-}
-
 pub struct Decoder {
     pub shape: Shape,
     layers: Vec<Layer>,
-    head: Option<Head>,
+    pub(crate) head: Option<Head>,
     angles: Angles,
     kernel: Kernel,
     tasks: Tasks,
@@ -131,7 +89,7 @@ pub struct Decoder {
 pub const PARTS: [&str; 9] =
     ["norm", "qkv", "rotate and store", "attention", "convert", "output", "mlp norm", "gate and up", "down"];
 
-fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
+pub(crate) fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
     if ok { Ok(()) } else { Err(message()) }
 }
 
@@ -141,7 +99,7 @@ impl Decoder {
     #[must_use]
     pub fn new(shape: Shape, kernel: Kernel) -> Self {
         assert!(Kernel::available().contains(&kernel), "{kernel:?} does not run here");
-        let half = kernel.takes_half();
+        let number = kernel.takes();
         let width = shape.heads * shape.head_dim;
         Self {
             layers: Vec::new(),
@@ -149,9 +107,9 @@ impl Decoder {
             angles: Angles::default(),
             kernel,
             tasks: Tasks::default(),
-            normed: Buffer::new(shape.hidden, half),
-            attended: Buffer::new(width, half),
-            gated: Buffer::new(shape.intermediate, half),
+            normed: Buffer::new(shape.hidden, number),
+            attended: Buffer::new(width, number),
+            gated: Buffer::new(shape.intermediate, number),
             qkv: Vec::new(),
             query: Vec::new(),
             attention: Vec::new(),
@@ -180,7 +138,7 @@ impl Decoder {
     #[must_use]
     pub fn weight_bytes(&self) -> usize {
         let layers = self.layers.iter().flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down]);
-        layers.chain(self.head.as_ref().map(|h| &h.weight)).map(Packed::bytes).sum()
+        layers.chain(self.head.as_ref().map(Head::weight)).map(Packed::bytes).sum()
     }
 
     /// # Errors
@@ -192,7 +150,9 @@ impl Decoder {
             need(weight.columns == columns && weight.k == k, || {
                 format!("{name} is [{}, {}], not [{columns}, {k}]", weight.columns, weight.k)
             })?;
-            need(weight.is_half() || !self.kernel.takes_half(), || format!("{name} must be stored in bfloat16"))
+            need(self.kernel.multiplies(weight.number()), || {
+                format!("{name} is stored in {:?}, which {:?} does not multiply", weight.number(), self.kernel)
+            })
         };
         fits("qkv", &layer.qkv, width + 2 * s.kv_heads * s.head_dim, s.hidden)?;
         fits("output", &layer.output, s.hidden, width)?;
@@ -211,17 +171,6 @@ impl Decoder {
             format!("heads of {} numbers are not normed, at most {}", s.head_dim, token_ops::MAX_HEAD)
         })?;
         self.layers.push(layer);
-        Ok(())
-    }
-
-    /// # Errors
-    /// As `push`.
-    pub fn set_head(&mut self, head: Head) -> Result<(), String> {
-        need(head.weight.k == self.shape.hidden && head.norm.len() == self.shape.hidden, || {
-            format!("the head must be over {} numbers", self.shape.hidden)
-        })?;
-        need(head.weight.is_half() || !self.kernel.takes_half(), || "the head must be stored in bfloat16".into())?;
-        self.head = Some(head);
         Ok(())
     }
 
@@ -303,10 +252,11 @@ impl Decoder {
             lap(5);
             token_ops::norm(team, hidden, &layer.mlp_norm, shape.eps, tokens, self.normed.sink());
             lap(6);
-            let gated = self.gated.sink().gated(shape.activation);
+            let gated = self.gated.gated(shape.activation);
             let product = Product { weight: &layer.gate_up, input: self.normed.rows(), rows: tokens, output: gated };
             // SAFETY: as above.
             unsafe { product.run(kernel, team) };
+            self.gated.settle(team, tokens);
             lap(7);
             let output = Output::Add { at: hidden.as_mut_ptr(), stride: shape.hidden };
             let product = Product { weight: &layer.down, input: self.gated.rows(), rows: tokens, output };
@@ -317,69 +267,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits [indices, vocabulary] of some of `hidden`'s tokens, as `forward` left them.
-    ///
-    /// # Errors
-    /// A message when there is no head, an index has no token or `out` does not fit.
-    pub fn logits(&mut self, team: &Team, hidden: &[f32], indices: &[i32], out: &mut [f32]) -> Result<(), String> {
-        let vocabulary = self.head.as_ref().map_or(0, |h| h.weight.columns);
-        need(out.len() == indices.len() * vocabulary, || format!("logits must be [{}, {vocabulary}]", indices.len()))?;
-        self.pick(team, hidden, indices)?;
-        let Some(head) = &self.head else { unreachable!("picked for it") };
-        let output = Output::Store { at: out.as_mut_ptr(), stride: vocabulary };
-        let product = Product { weight: &head.weight, input: self.normed.rows(), rows: indices.len(), output };
-        // SAFETY: `out` has a row an index, the buffer was made to fit.
-        unsafe { product.run(self.kernel, team) };
-        Ok(())
-    }
-
-    /// For some of `hidden`'s tokens the column of the largest logit among the first `limit`, the lowest among equals; -1
-    /// where that logit is NaN or infinite. No logits are kept.
-    ///
-    /// # Errors
-    /// As `logits`.
-    pub fn best(
-        &mut self,
-        team: &Team,
-        hidden: &[f32],
-        indices: &[i32],
-        limit: usize,
-        out: &mut [i32],
-    ) -> Result<(), String> {
-        need(out.len() == indices.len(), || format!("{} results for {} tokens", out.len(), indices.len()))?;
-        self.pick(team, hidden, indices)?;
-        let Some(head) = &self.head else { unreachable!("picked for it") };
-        let rows = indices.len();
-        let groups = head.weight.num_panels().div_ceil(GROUP);
-        let mut best = vec![Best::NONE; groups * rows];
-        let output = Output::Best { at: best.as_mut_ptr(), rows, limit };
-        let product = Product { weight: &head.weight, input: self.normed.rows(), rows, output };
-        // SAFETY: one result a group and row; the buffer was made to fit.
-        unsafe { product.run(self.kernel, team) };
-        for (row, out) in out.iter_mut().enumerate() {
-            let best = best[row..].iter().step_by(rows).fold(Best::NONE, |a, &b| a.or(b));
-            *out = if best.value.is_finite() { best.column as i32 } else { -1 };
-        }
-        Ok(())
-    }
-
-    /// Norm some of `hidden`'s tokens for the head.
-    fn pick(&mut self, team: &Team, hidden: &[f32], indices: &[i32]) -> Result<(), String> {
-        let Some(head) = &self.head else { return Err("the decoder has no head".into()) };
-        let size = self.shape.hidden;
-        let tokens = hidden.len() / size;
-        let bad = indices.iter().find(|&&i| i < 0 || i as usize >= tokens);
-        need(bad.is_none(), || format!("token {} of {tokens}", bad.copied().unwrap_or_default()))?;
-        self.normed.fit(indices.len());
-        let picked: Vec<f32> = indices.iter().flat_map(|&i| &hidden[i as usize * size..][..size]).copied().collect();
-        token_ops::norm(team, &picked, &head.norm, self.shape.eps, indices.len(), self.normed.sink());
-        Ok(())
-    }
-
     fn fit(&mut self, tokens: usize, width: usize, all: usize) {
-        for buffer in [&mut self.normed, &mut self.attended, &mut self.gated] {
-            buffer.fit(tokens);
-        }
+        self.normed.fit(tokens);
+        self.attended.fit(tokens);
+        self.gated.fit_gated(tokens);
         for (buffer, size) in
             [(&mut self.qkv, tokens * all), (&mut self.query, tokens * width), (&mut self.attention, tokens * width)]
         {

@@ -5,6 +5,7 @@
 use std::arch::x86_64::*;
 
 use crate::epilogue::finish;
+use crate::int8::dequantise;
 use crate::packed::{COLUMNS, GROUP, Line};
 use crate::product::{Block, Product, Rows};
 
@@ -14,7 +15,7 @@ const MOST_ROWS: usize = 12;
 
 /// Rows of activations and panels of one call.
 #[derive(Clone, Copy)]
-struct Strip<X> {
+pub(crate) struct Strip<X> {
     x: *const X,
     x_stride: usize,
     line: *const Line,
@@ -25,13 +26,16 @@ struct Strip<X> {
 }
 
 /// One instruction set's way to multiply one line of panels.
-trait Lanes {
+pub(crate) trait Lanes {
     /// A number of the activations.
     type X: Copy;
     /// Sixteen sums.
     type Sums: Copy;
     /// k of one line.
     const STEP: usize;
+    /// The sums are int32 in a float32's bits (of x + 128 where `UNSIGNED`).
+    const INT8: bool = false;
+    const UNSIGNED: bool = false;
     /// Row counts that `strip` takes, the largest first; the last is 1.
     const ROWS: [usize; 5];
 
@@ -51,7 +55,7 @@ trait Lanes {
 /// # Safety
 /// Inlined into a function with the instructions of `L`; the strip's pointers are valid.
 #[inline(always)]
-unsafe fn group<L: Lanes, const R: usize, const P: usize>(strip: Strip<L::X>) {
+pub(crate) unsafe fn group<L: Lanes, const R: usize, const P: usize>(strip: Strip<L::X>) {
     let mut panel = 0;
     // SAFETY: the caller's.
     unsafe {
@@ -86,7 +90,7 @@ unsafe fn micro<L: Lanes, const R: usize, const P: usize>(strip: &Strip<L::X>, p
 /// # Safety
 /// As `Product::run`; inlined into a function with the instructions of `L`.
 #[inline(always)]
-unsafe fn run<L: Lanes>(product: &Product<'_>, x: *const L::X, x_stride: usize, block: Block) {
+pub(crate) unsafe fn run<L: Lanes>(product: &Product<'_>, x: *const L::X, x_stride: usize, block: Block) {
     let steps = product.weight.steps();
     let mut scratch = [0.0f32; MOST_ROWS * STRIP * COLUMNS];
     let end = block.panel + block.panels;
@@ -109,7 +113,11 @@ unsafe fn run<L: Lanes>(product: &Product<'_>, x: *const L::X, x_stride: usize, 
                         out: scratch.as_mut_ptr(),
                     },
                 );
-                finish(product, product.tile(row, rows, panel, panels), &scratch, STRIP * COLUMNS);
+                let tile = product.tile(row, rows, panel, panels);
+                if L::INT8 {
+                    dequantise(product, tile, &mut scratch, STRIP * COLUMNS, L::UNSIGNED);
+                }
+                finish(product, tile, &scratch, STRIP * COLUMNS);
             }
             row += rows;
         }

@@ -2,6 +2,7 @@
 //! advance. Slices in, slices out; every size is checked at the door, since the insides use `unsafe` for SIMD and for
 //! threads that write disjoint parts of one output. Knows no rows' histories, no scheduling, no Python.
 
+mod activations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 pub mod attention;
@@ -22,7 +23,10 @@ mod attention_task;
 mod avx2;
 pub mod decoder;
 mod epilogue;
+pub mod head;
+pub mod int8;
 mod lanes;
+mod lanes_int8;
 mod lines;
 pub mod packed;
 pub mod pages;

@@ -1,8 +1,9 @@
 //! Weights of a linear layer, rearranged once so that a product reads them from front to back: groups of four panels of 16
 //! output columns; within a group, for each step of k, one cache line a panel. bfloat16 lines hold two k of each column side
-//! by side, as the processors' bfloat16 instructions take them. k is padded with zeros to a multiple of 32, columns to
-//! whole groups.
+//! by side, as the processors' bfloat16 instructions take them, int8 lines four. k is padded with zeros to a multiple of 32
+//! (int8: 64), columns to whole groups.
 
+use crate::int8::Columns;
 use crate::lines::Lines;
 use crate::pages::Element;
 
@@ -12,6 +13,31 @@ pub const COLUMNS: usize = 16;
 pub const GROUP: usize = 4;
 /// k is padded to a multiple of this (one AMX tile of bfloat16).
 pub const K_STEP: usize = 32;
+
+/// What weights or activations are stored as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Number {
+    F32,
+    Bf16,
+    Int8,
+}
+
+impl Number {
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+            Self::Int8 => 1,
+        }
+    }
+
+    /// k rounded up to whole steps: the row length of activations.
+    #[must_use]
+    pub fn padded(self, k: usize) -> usize {
+        if self == Self::Int8 { crate::int8::padded(k) } else { padded(k) }
+    }
+}
 
 /// One cache line.
 #[derive(Clone, Copy)]
@@ -24,6 +50,8 @@ pub enum Panels {
     F32(Lines),
     /// Line k: k = 2 line and 2 line + 1 of its 16 columns in bfloat16.
     Bf16(Lines),
+    /// Line k: k = 4 line to 4 line + 3 of its 16 columns in int8 (see `int8.rs`).
+    Int8(Lines, Columns),
 }
 
 /// W of y = x W^T + bias.
@@ -102,19 +130,25 @@ impl Packed {
         match self.panels {
             Panels::F32(_) => self.k_padded,
             Panels::Bf16(_) => self.k_padded / 2,
+            Panels::Int8(..) => self.k_padded / 4,
         }
     }
 
     #[must_use]
     pub fn lines(&self) -> &[Line] {
         match &self.panels {
-            Panels::F32(lines) | Panels::Bf16(lines) => lines,
+            Panels::F32(lines) | Panels::Bf16(lines) | Panels::Int8(lines, _) => lines,
         }
     }
 
+    /// The dtype in which the weights are stored.
     #[must_use]
-    pub fn is_half(&self) -> bool {
-        matches!(self.panels, Panels::Bf16(_))
+    pub fn number(&self) -> Number {
+        match self.panels {
+            Panels::F32(_) => Number::F32,
+            Panels::Bf16(_) => Number::Bf16,
+            Panels::Int8(..) => Number::Int8,
+        }
     }
 
     #[must_use]
@@ -125,7 +159,7 @@ impl Packed {
 
 /// The parts one after the other, or, with `interleave`, a panel of the first, a panel of the second, and so on: gate and
 /// up projections so that both halves of an output are at hand together.
-fn order<'a, E>(parts: &[&'a [E]], k: usize, interleave: bool) -> Vec<&'a [E]> {
+pub(crate) fn order<'a, E>(parts: &[&'a [E]], k: usize, interleave: bool) -> Vec<&'a [E]> {
     if !interleave {
         return parts.iter().flat_map(|p| p.chunks_exact(k)).collect();
     }

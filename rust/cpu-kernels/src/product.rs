@@ -4,8 +4,8 @@
 //! neighbours in the batch.
 
 use crate::epilogue::Tile;
-use crate::packed::{COLUMNS, GROUP, Packed};
-use crate::simd::{amx_ready, has_avx2, has_avx512, has_avx512_bf16};
+use crate::packed::{COLUMNS, GROUP, Number, Packed};
+use crate::simd::{amx_int8_ready, amx_ready, has_avx2, has_avx512, has_avx512_bf16, has_avx512_vnni};
 use crate::team::Team;
 
 /// The instructions that multiply.
@@ -19,6 +19,12 @@ pub enum Kernel {
     Avx512,
     Avx2,
     Plain,
+    /// int8 tiles, sums in int32, as of all kernels of int8: they give the same bits.
+    AmxInt8,
+    /// int8 fours in 512-bit vectors.
+    Avx512Vnni,
+    Avx2Int8,
+    PlainInt8,
 }
 
 impl Kernel {
@@ -34,6 +40,17 @@ impl Kernel {
         }
     }
 
+    /// The fastest for int8 that this processor has.
+    #[must_use]
+    pub fn best_int8() -> Self {
+        match () {
+            () if amx_int8_ready() => Self::AmxInt8,
+            () if has_avx512_vnni() => Self::Avx512Vnni,
+            () if has_avx2() => Self::Avx2Int8,
+            () => Self::PlainInt8,
+        }
+    }
+
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -42,6 +59,10 @@ impl Kernel {
             Self::Avx512 => "AVX-512",
             Self::Avx2 => "AVX2",
             Self::Plain => "plain",
+            Self::AmxInt8 => "AMX int8",
+            Self::Avx512Vnni => "AVX-512 int8",
+            Self::Avx2Int8 => "AVX2 int8",
+            Self::PlainInt8 => "plain int8",
         }
     }
 
@@ -54,14 +75,28 @@ impl Kernel {
             (Self::Avx512, has_avx512()),
             (Self::Avx2, has_avx2()),
             (Self::Plain, true),
+            (Self::AmxInt8, amx_int8_ready()),
+            (Self::Avx512Vnni, has_avx512_vnni()),
+            (Self::Avx2Int8, has_avx2()),
+            (Self::PlainInt8, true),
         ];
         all.into_iter().filter_map(|(kernel, there)| there.then_some(kernel)).collect()
     }
 
-    /// Activations are bfloat16 (else float32).
+    /// What the activations must be.
     #[must_use]
-    pub fn takes_half(self) -> bool {
-        matches!(self, Self::Amx | Self::Avx512Bf16)
+    pub fn takes(self) -> Number {
+        match self {
+            Self::Amx | Self::Avx512Bf16 => Number::Bf16,
+            Self::Avx512 | Self::Avx2 | Self::Plain => Number::F32,
+            Self::AmxInt8 | Self::Avx512Vnni | Self::Avx2Int8 | Self::PlainInt8 => Number::Int8,
+        }
+    }
+
+    /// Whether it multiplies weights stored so.
+    #[must_use]
+    pub fn multiplies(self, stored: Number) -> bool {
+        self.takes() == stored || (self.takes() == Number::F32 && stored == Number::Bf16)
     }
 }
 
@@ -69,8 +104,20 @@ impl Kernel {
 /// NOTE: readable up to a whole number of 32 rows, since AMX reads whole tiles; what is there reaches no output.
 #[derive(Clone, Copy)]
 pub enum Rows {
-    F32 { at: *const f32, stride: usize },
-    Bf16 { at: *const u16, stride: usize },
+    F32 {
+        at: *const f32,
+        stride: usize,
+    },
+    Bf16 {
+        at: *const u16,
+        stride: usize,
+    },
+    /// Numbers times the scale of their row.
+    Int8 {
+        at: *const i8,
+        stride: usize,
+        scales: *const f32,
+    },
 }
 
 /// What becomes of the sums.
@@ -155,13 +202,13 @@ impl Product<'_> {
         let bytes_a_panel = (self.weight.steps() * 64).max(1);
         let least = (1 << 16) / bytes_a_panel;
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        let rows_first = kernel == Kernel::Amx && crate::amx::rows_first(self.weight.k_padded);
+        let rows_first = matches!(kernel, Kernel::Amx | Kernel::AmxInt8) && crate::amx::rows_first(self.weight);
         #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
         let rows_first = false;
         let (rows_a_part, most) = if rows_first {
             (self.rows.max(1), CHUNK_BYTES / bytes_a_panel)
         } else {
-            let row_bytes = self.weight.k_padded * if kernel.takes_half() { 2 } else { 4 };
+            let row_bytes = self.weight.k_padded * kernel.takes().bytes();
             let parts = (self.rows * row_bytes).div_ceil(CHUNK_BYTES).max(1);
             (self.rows.div_ceil(parts).next_multiple_of(32), 64)
         };
@@ -184,21 +231,28 @@ impl Product<'_> {
         debug_assert!(block.panel.is_multiple_of(GROUP));
         // SAFETY: the caller's; each function is compiled for the instructions that `kernel` stands for.
         unsafe {
-            match (kernel, self.weight.is_half()) {
+            match (kernel, self.weight.number()) {
                 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-                (Kernel::Amx, true) => crate::amx::block(self, block),
+                (Kernel::Amx, Number::Bf16) => crate::amx::bf16(self, block),
                 #[cfg(target_arch = "x86_64")]
-                (Kernel::Avx512Bf16, true) => crate::lanes::avx512_bf16(self, block),
+                (Kernel::Avx512Bf16, Number::Bf16) => crate::lanes::avx512_bf16(self, block),
                 #[cfg(target_arch = "x86_64")]
-                (Kernel::Avx512, true) => crate::lanes::avx512_widen(self, block),
+                (Kernel::Avx512, Number::Bf16) => crate::lanes::avx512_widen(self, block),
                 #[cfg(target_arch = "x86_64")]
-                (Kernel::Avx512, false) => crate::lanes::avx512(self, block),
+                (Kernel::Avx512, Number::F32) => crate::lanes::avx512(self, block),
                 #[cfg(target_arch = "x86_64")]
-                (Kernel::Avx2, true) => crate::lanes::avx2_widen(self, block),
+                (Kernel::Avx2, Number::Bf16) => crate::lanes::avx2_widen(self, block),
                 #[cfg(target_arch = "x86_64")]
-                (Kernel::Avx2, false) => crate::lanes::avx2(self, block),
-                (Kernel::Plain, true) => crate::lanes::plain_widen(self, block),
-                (Kernel::Plain, false) => crate::lanes::plain(self, block),
+                (Kernel::Avx2, Number::F32) => crate::lanes::avx2(self, block),
+                (Kernel::Plain, Number::Bf16) => crate::lanes::plain_widen(self, block),
+                (Kernel::Plain, Number::F32) => crate::lanes::plain(self, block),
+                #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+                (Kernel::AmxInt8, Number::Int8) => crate::amx::int8(self, block),
+                #[cfg(target_arch = "x86_64")]
+                (Kernel::Avx512Vnni, Number::Int8) => crate::lanes_int8::avx512(self, block),
+                #[cfg(target_arch = "x86_64")]
+                (Kernel::Avx2Int8, Number::Int8) => crate::lanes_int8::avx2(self, block),
+                (Kernel::PlainInt8, Number::Int8) => crate::lanes_int8::plain(self, block),
                 _ => unreachable!("{kernel:?} over these weights"),
             }
         }

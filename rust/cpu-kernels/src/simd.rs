@@ -31,6 +31,24 @@ pub fn has_avx512_bf16() -> bool {
     false
 }
 
+/// `has_avx512`, and its dot products of int8 (VNNI).
+#[must_use]
+pub fn has_avx512_vnni() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return has_avx512() && std::arch::is_x86_feature_detected!("avx512vnni");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// `amx_ready`, and products of int8.
+#[must_use]
+pub fn amx_int8_ready() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return amx_ready() && amx::multiplies_int8();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
+
 /// AMX tiles with products of bfloat16, `has_avx512_bf16`, and the system's permission, which the first call asks for
 /// the whole process (Linux keeps the 8 kB of tiles out of a thread's state until then).
 #[must_use]
@@ -81,6 +99,11 @@ mod amx {
         tile_bytes >= 1024 && row_bytes >= 64 && names >= 8 && rows >= 16
     }
 
+    /// Products of int8, where `in_processor`.
+    pub fn multiplies_int8() -> bool {
+        __cpuid_count(7, 0).edx >> 25 & 1 == 1
+    }
+
     /// Ask for tile data; an older kernel answers with an error, and so does one that keeps tiles for itself.
     pub fn permitted() -> bool {
         call(ARCH_PRCTL, [ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, 0]) == 0
@@ -128,5 +151,7 @@ mod tests {
         assert_eq!(has_avx512(), ["avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"].iter().all(|n| has(n)));
         assert_eq!(has_avx512_bf16(), has_avx512() && has("avx512_bf16"));
         assert!(!amx_ready() || (has("amx_tile") && has("amx_bf16")));
+        assert_eq!(has_avx512_vnni(), has_avx512() && has("avx512_vnni"));
+        assert_eq!(amx_int8_ready(), amx_ready() && has("amx_int8"));
     }
 }

@@ -2,16 +2,28 @@
 //! Plain loops compiled for AVX-512 and AVX2; one token's numbers never depend on another's.
 
 use crate::decoder::{Angles, Layer, Shape};
+use crate::int8::quantise;
 use crate::pages::{Element, LayerPages};
-use crate::product::{Activation, Output};
 use crate::simd::{has_avx2, has_avx512};
 use crate::team::Team;
 
 /// Where a token's activations go.
 #[derive(Clone, Copy)]
 pub enum Sink {
-    F32 { at: *mut f32, stride: usize },
-    Bf16 { at: *mut u16, stride: usize },
+    F32 {
+        at: *mut f32,
+        stride: usize,
+    },
+    Bf16 {
+        at: *mut u16,
+        stride: usize,
+    },
+    /// Rounded to int8 with a scale a token.
+    Int8 {
+        at: *mut i8,
+        stride: usize,
+        scales: *mut f32,
+    },
 }
 
 // SAFETY: tokens are rows of their own, and each is written by one chunk.
@@ -19,18 +31,10 @@ unsafe impl Send for Sink {}
 unsafe impl Sync for Sink {}
 
 impl Sink {
-    #[must_use]
-    pub fn gated(self, activation: Activation) -> Output {
-        match self {
-            Self::F32 { at, stride } => Output::Gated { at, stride, activation },
-            Self::Bf16 { at, stride } => Output::GatedHalf { at, stride, activation },
-        }
-    }
-
     /// # Safety
     /// The token's row is there, of at least `values` numbers, and nobody else touches it.
     #[inline(always)]
-    unsafe fn put(self, token: usize, values: impl Iterator<Item = f32>, count: usize) {
+    unsafe fn put(self, token: usize, values: impl Iterator<Item = f32> + Clone, count: usize) {
         // SAFETY: the caller's.
         unsafe {
             match self {
@@ -41,6 +45,10 @@ impl Sink {
                 Self::Bf16 { at, stride } => {
                     let row = std::slice::from_raw_parts_mut(at.add(token * stride), count);
                     row.iter_mut().zip(values).for_each(|(o, v)| *o = u16::from_f32(v));
+                }
+                Self::Int8 { at, stride, scales } => {
+                    let row = std::slice::from_raw_parts_mut(at.add(token * stride), count);
+                    *scales.add(token) = quantise(values, row);
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Products against sums in double precision, over random shapes, for every kernel that runs here.
 
 use proptest::prelude::*;
-use specbatch_cpu_kernels::packed::{Packed, all_half, padded};
+use specbatch_cpu_kernels::packed::{Number, Packed, all_half, padded};
 use specbatch_cpu_kernels::pages::Element;
 use specbatch_cpu_kernels::product::{Activation, Kernel, Output, Product, Rows};
 use specbatch_cpu_kernels::team::Team;
@@ -42,7 +42,7 @@ impl Input {
     }
 
     fn rows(&self, kernel: Kernel) -> Rows {
-        if kernel.takes_half() {
+        if kernel.takes() == Number::Bf16 {
             Rows::Bf16 { at: self.half.as_ptr(), stride: self.stride }
         } else {
             Rows::F32 { at: self.wide.as_ptr(), stride: self.stride }
@@ -67,7 +67,9 @@ fn expected(x: &[f32], w: &[f32], rows: usize, columns: usize, k: usize) -> Vec<
 
 fn kernels() -> Vec<(Kernel, bool)> {
     let all = Kernel::available().into_iter();
-    all.flat_map(|kernel| [(kernel, true), (kernel, false)]).filter(|(k, stored)| *stored || !k.takes_half()).collect()
+    all.flat_map(|kernel| [(kernel, true), (kernel, false)])
+        .filter(|(k, half)| k.multiplies(if *half { Number::Bf16 } else { Number::F32 }))
+        .collect()
 }
 
 proptest! {
@@ -106,7 +108,7 @@ proptest! {
     fn half_stored_weights_give_the_same_bits(rows in 1usize..20, columns in 1usize..60, k in 1usize..100, seed: u64) {
         let (x, w) = (numbers(seed, rows * k), numbers(!seed, columns * k));
         let (team, input) = (Team::new(1), Input::new(&x, rows, k));
-        for kernel in Kernel::available().into_iter().filter(|k| !k.takes_half()) {
+        for kernel in Kernel::available().into_iter().filter(|k| k.takes() == Number::F32) {
             let [wide, half] = [false, true].map(|h| multiply(kernel, &Packed::new(&[&w[..]], k, h, false).expect("memory"), &input, rows, &team));
             prop_assert_eq!(wide, half);
         }
