@@ -78,7 +78,7 @@ def _bench(options: RunOptions, own: Mapping[str, Any], first_input: Path, *, as
     engine, make_policy = _engine(options, plan.tokenizer.get, settings, max(rows), synthetic, stderr.line)
     about = {"model": target.name, "input": str(first_input), "max_tokens": job.sampling.max_tokens}
     described = engine.describe()
-    about |= {n: described.get(n) for n in ("draft_model", "device", "dtype", "threads", "attention")}
+    about |= {n: described.get(n) for n in ("draft_model", "device", "dtype", "quantize", "threads", "attention")}
     result = BenchResult(rows, settings, tuple(synthetic) if synthetic is not None else None, about)
 
     def save(result: BenchResult) -> None:

@@ -107,7 +107,7 @@ BENCH: Final = CommandSpec(
         *(BY_NAME[name] for name in (
             "prompt-column", "messages-column", "template", "chat", "system", "chat-template", "params-column",
             "max-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "ignore-eos",
-            "model", "draft-model", "device", "dtype", "attention", "threads", "profile",
+            "model", "draft-model", "device", "dtype", "quantize", "attention", "threads", "profile",
             "max-num-batched-tokens", "max-model-len", "kv-memory", "block-size", "prefix-cache", "json",
         )),
     ),

@@ -115,6 +115,7 @@ def cost_key(parts: EngineParts) -> dict[str, str]:
         "device": torch.cuda.get_device_name(plan.device) if cuda else _processor(),
         "threads": "" if cuda else str(plan.threads),
         "dtype": str(plan.dtype),
+        "quantize": plan.quantize,
         "attention": parts.attention,
         "compute": parts.compute,
         "specbatch": __version__,
@@ -134,7 +135,7 @@ def assumed_costs(plan: EnginePlan) -> AffineCost:
 
     def cost(shape: ModelShape, kv_bytes: int) -> Any:
         return roofline(
-            parameter_bytes=shape.parameter_bytes(plan.dtype.itemsize),
+            parameter_bytes=shape.parameter_bytes(plan.dtype.itemsize, int8_layers=plan.quantize == "int8"),
             parameters=shape.num_parameters,
             kv_bytes_per_token=kv_bytes,
             bandwidth=bandwidth,

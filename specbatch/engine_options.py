@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantize = Literal["none", "int8"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
 Verification = Literal["coupled", "rejection"]
 Toggle = Literal["auto", "off"]
@@ -22,7 +23,7 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "speculate": ("auto", "off", "ngram", "draft"),
     "verification": ("coupled", "rejection"),
     "cuda_graphs": ("auto", "off"),
-    "quantize": (None, "int8"),
+    "quantize": ("none", "int8"),
 }
 
 
@@ -39,7 +40,7 @@ class EngineOptions:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     devices: tuple[int, ...] | Literal["all"] = ()  # CUDA devices to share the shards; (): only `device`
     dtype: Dtype = "auto"
-    quantize: Literal["int8"] | None = None
+    quantize: Quantize = "none"  # int8: weights and activations of the layers, on a CPU
     attention: str = "auto"  # auto, or a backend's name
     speculate: Speculate = "auto"
     num_speculative_tokens: int | None = None  # None: chosen live

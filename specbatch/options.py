@@ -115,8 +115,8 @@ RUN_OPTIONS: Final[tuple[OptionSpec, ...]] = (
     _o("devices", MODEL, "devices", "engine.devices", "Several GPUs: 0,1 or all.", "LIST"),
     _o("dtype", MODEL, "choice", "engine.dtype", "Of weights and arithmetic; auto: the fastest here.", "TYPE",
        default="auto", choices=("auto", "float32", "bfloat16", "float16")),
-    _o("quantize", MODEL, "choice", "engine.quantize", "Weights and activations; changes the answers.", "TYPE",
-       choices=("int8",)),
+    _o("quantize", MODEL, "choice", "engine.quantize", "int8: faster on a CPU; changes the answers.", "TYPE",
+       default="none", choices=("none", "int8")),
     _o("attention", MODEL, "text", "engine.attention", "Attention backend.", "NAME", "auto"),
     _o("threads", MODEL, "int", "engine.threads", "CPU threads of the model.", "N", "the cores given to it"),
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from specbatch.engine_options import EngineOptions
 from specbatch.errors import UsageError
@@ -30,22 +30,12 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
-# Options that no engine of this version acts on: refused rather than ignored. A test holds this table to the code.
-IDLE_OPTIONS: Final[Mapping[str, str]] = {
-    "quantize": "weights are used as they are in this version",
-}
-
-
 def make_target(options: EngineOptions) -> tuple[Target, EngineFactory]:
     """What the job must know of the model, and how to make its engine. Raises UsageError naming model and fix."""
     if options.model == STAND_IN:
         from specbatch.standin import make_stand_in
 
         return make_stand_in(options)
-    defaults = EngineOptions()
-    for name, why in IDLE_OPTIONS.items():
-        if getattr(options, name) != getattr(defaults, name):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect: {why}", hint="leave it out")
     try:
         return _local_model(options)
     except ValueError as error:
@@ -145,7 +135,7 @@ def _fingerprint(options: EngineOptions, folder: Path, chat_template: str | None
         "tokenizer": _digest_of_files(folder / name for name in _TOKENIZER_FILES),
         "chat_template": _short(chat_template.encode()) if chat_template else "none",
         "dtype": options.dtype,
-        "quantize": options.quantize or "none",
+        "quantize": options.quantize,
         "max_model_len": str(options.max_model_len or "model"),
         "verification": options.verification,
     }

@@ -82,6 +82,7 @@ def _verify(output: Path, own: Mapping[str, Any]) -> int:
         chat_template=None if template is None else Path(str(template)).read_text(encoding="utf-8"),
         device=str(own.get("device", "auto")),
         dtype=known["dtype"],
+        quantize=known["quantize"],
         verification=known["verification"],
         speculate="off",
         max_model_len=None if length == "model" else int(length),

@@ -75,7 +75,8 @@ def engine_lines(description: Mapping[str, Any]) -> list[str]:
     reason = f" ({get('dtype_reason')})" if get("dtype_reason") else ""
     devices = get("devices")
     where = f" on {', '.join(devices) if devices else get('device')}" if devices or get("device") else ""
-    lines = [f"model: {model}{draft}{where}" + (f", {get('dtype')}{reason}" if get("dtype") else "")]
+    rounded = f", {get('quantize')} layers" if get("quantize") not in (None, "none") else ""
+    lines = [f"model: {model}{draft}{where}" + (f", {get('dtype')}{reason}{rounded}" if get("dtype") else "")]
     memory = []
     if get("kv_bytes"):
         pages = f" in {plural(int(get('num_pages', 0)), 'page')} of {get('block_size')} tokens"

@@ -10,7 +10,7 @@ use specbatch_cpu_kernels::attention::Rows;
 use specbatch_cpu_kernels::decoder::{Angles, Decoder, Layer, Shape, Step};
 use specbatch_cpu_kernels::head::Head;
 use specbatch_cpu_kernels::packed::{Number, Packed, all_half};
-use specbatch_cpu_kernels::pages::LayerPages;
+use specbatch_cpu_kernels::pages::{Element, LayerPages};
 use specbatch_cpu_kernels::product::{Activation, Kernel};
 use specbatch_cpu_kernels::team::Team;
 
@@ -71,14 +71,22 @@ fn pack(py: Python<'_>, parts: &[Matrix<'_>], kernel: Kernel, interleave: bool) 
         return Err(PyTypeError::new_err("weights of one input must have one dtype"));
     }
     py.detach(|| match (kernel.takes(), wide.is_empty()) {
-        (Number::Int8, true) => Packed::int8(&half, k, interleave).map_err(PyValueError::new_err),
-        (Number::Int8, false) => Packed::int8(&wide, k, interleave).map_err(PyValueError::new_err),
+        (Number::Int8, true) => int8(&half, k, kernel, interleave),
+        (Number::Int8, false) => int8(&wide, k, kernel, interleave),
         (_, true) => Packed::new(&half, k, true, interleave).map_err(PyMemoryError::new_err),
         (number, false) => {
             let exact = number == Number::Bf16 || wide.iter().all(|w| all_half(w));
             Packed::new(&wide, k, exact, interleave).map_err(PyMemoryError::new_err)
         }
     })
+}
+
+fn int8<E: Element>(parts: &[&[E]], k: usize, kernel: Kernel, interleave: bool) -> PyResult<Packed> {
+    let packed = Packed::int8(parts, k, interleave).map_err(PyValueError::new_err)?;
+    if packed.is_int8_of(parts, interleave, kernel) {
+        return Ok(packed);
+    }
+    Err(PyValueError::new_err(format!("{} gives other sums than it should on this processor", kernel.name())))
 }
 
 fn numbers(array: Option<&PyReadonlyArray1<'_, f32>>, name: &str) -> PyResult<Option<Vec<f32>>> {

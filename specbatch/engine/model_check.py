@@ -68,15 +68,17 @@ def paged_logits(runner: ModelRunner, rows: list[Tensor]) -> list[Tensor]:
     logits: list[Tensor] = []
     for spans in (first, second):
         ids = torch.cat([row[a:b] for row, (a, b) in zip(rows, spans, strict=True)]).int()
-        metadata = _metadata(spans, tables, block_size, runner.model.device)
+        metadata = step_metadata(spans, tables, block_size, runner.model.device)
         out = runner.forward(ids, metadata, torch.arange(len(ids), device=ids.device))
         logits = list(torch.split(out, [b - a for a, b in spans]))
     return logits
 
 
-def _metadata(
+def step_metadata(
     spans: list[tuple[int, int]], tables: list[list[int]], block_size: int, device: torch.device
 ) -> AttentionMetadata:
+    """Of rows whose tokens from a to b of `spans` are run, on the pages of `tables`."""
+
     def int32(values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 

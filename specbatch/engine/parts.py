@@ -20,6 +20,7 @@ from specbatch.engine.kv_cache import PagedKVCache
 from specbatch.engine.model_runner import ModelRunner
 from specbatch.engine.packing import can_pack, load_for_cpu
 from specbatch.engine.plan import EnginePlan
+from specbatch.engine.quantized import load_int8
 from specbatch.engine.row_params import RowParams
 from specbatch.engine.sampling_state import SamplingState
 from specbatch.engine.static_step import StaticStep
@@ -114,7 +115,13 @@ def load_models(plan: EnginePlan, options: EngineOptions) -> Models:
         if not can_pack(plan.device, options.attention):
             return load_model(path, plan.device, plan.dtype), ""
         through_transformers = partial(load_model, path, plan.device, plan.dtype)
-        return load_for_cpu(path, plan.dtype, choice.backend, plan.threads, through_transformers)
+        model, compute = load_for_cpu(path, plan.dtype, choice.backend, plan.threads, through_transformers)
+        if plan.quantize == "none" or (model.packed is None and path == plan.draft_model):
+            return model, compute  # a draft changes no answers: it may stay as it is
+        if model.packed is None:
+            raise ValueError(f"--quantize int8: {path} cannot run from packed weights here ({compute}): leave it out")
+        del model  # its memory first
+        return load_int8(path, plan.dtype, plan.threads, through_transformers)
 
     attention = backend_for(plan, options, plan.target)
     target, compute = load(plan.model, attention)

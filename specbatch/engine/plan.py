@@ -14,6 +14,7 @@ import torch
 from specbatch.engine.device import free_memory, resolve_device, resolve_dtype, use_threads
 from specbatch.engine.kv_layout import KVShape, PageLayout, plan_pages
 from specbatch.engine.packing import can_pack, packed_dtype
+from specbatch.engine.quantized import why_not_int8
 from specbatch.engine_options import EngineOptions
 from specbatch.models.packed import MODEL_TYPES
 from specbatch.models.support import ModelShape, model_shape
@@ -36,6 +37,7 @@ class EnginePlan:
     device: torch.device
     dtype: torch.dtype
     dtype_reason: str
+    quantize: str  # none | int8
     threads: int
     layout: PageLayout
     num_pages: int
@@ -69,6 +71,7 @@ class EnginePlan:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "dtype_reason": self.dtype_reason,
+            "quantize": self.quantize,
             "threads": self.threads,
             "weight_bytes": self.weight_bytes,
             "activation_bytes": self.activation_bytes,
@@ -102,6 +105,8 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     else:
         dtype, dtype_reason = resolve_dtype(options.dtype, device, target.hidden_size)
     name = str(dtype).removeprefix("torch.")
+    if options.quantize == "int8" and (reason := why_not_int8(device, options.attention, dtype, target)):
+        raise ValueError(f"--quantize int8: {reason}")
 
     max_model_len = min(options.max_model_len or target.max_model_len, target.max_model_len)
     if options.max_model_len and options.max_model_len > target.max_model_len:
@@ -115,7 +120,8 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     max_num_batched_tokens = options.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
 
     itemsize = dtype.itemsize
-    weight_bytes = target.parameter_bytes(itemsize) + (draft.parameter_bytes(itemsize) if draft else 0)
+    int8 = options.quantize == "int8"
+    weight_bytes = sum(s.parameter_bytes(itemsize, int8_layers=int8) for s in (target, draft) if s is not None)
     k = options.num_speculative_tokens
     max_k = (
         0
@@ -139,6 +145,7 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         device=device,
         dtype=dtype,
         dtype_reason=dtype_reason,
+        quantize=options.quantize,
         threads=threads,
         layout=layout,
         num_pages=fitting,

@@ -101,8 +101,8 @@ def _refuse_windows(config: Config, shape: ModelShape) -> None:
         raise NotPlain(f"layers of type {', '.join(sorted(types))}")
 
 
-def load_plain(path: str | Path, dtype: torch.dtype, threads: int) -> LoadedModel:
-    """A model of a local folder on the CPU: packed weights, no module.
+def load_plain(path: str | Path, dtype: torch.dtype, threads: int, *, int8: bool = False) -> LoadedModel:
+    """A model of a local folder on the CPU: packed weights, no module. `int8`: as `PackedDecoder` has it.
 
     Raises NotPlain with the reason why transformers must load it, ValueError naming a file that is damaged.
     """
@@ -128,7 +128,7 @@ def load_plain(path: str | Path, dtype: torch.dtype, threads: int) -> LoadedMode
         sin=vector(sin),
     )
     try:
-        packed = PackedDecoder(weights, threads)
+        packed = PackedDecoder(weights, threads, int8=int8)
     except (TypeError, ValueError) as error:  # a shape that the decoder does not know
         raise NotPlain(str(error)) from error
     return LoadedModel(

@@ -86,8 +86,9 @@ class DecoderWeights:
 class PackedDecoder:
     """Layers and head of a model; a ModelRunner binds it to its KV pages."""
 
-    def __init__(self, weights: DecoderWeights, threads: int) -> None:
-        """Raises ValueError, TypeError naming a size or dtype that does not fit."""
+    def __init__(self, weights: DecoderWeights, threads: int, *, int8: bool = False) -> None:
+        """`int8`: round the layers' weights and activations, not the head. Raises ValueError, TypeError naming a size or
+        dtype that does not fit."""
         shape = weights.shape
         self._embedding = weights.embedding
         self._decoder = _core.CpuDecoder(
@@ -101,6 +102,7 @@ class PackedDecoder:
             scale=weights.scale,
             bfloat16=weights.dtype == torch.bfloat16,
             threads=threads,
+            int8=int8,
         )
         for layer in weights.layers:
             self._decoder.add_layer(**layer)

@@ -51,8 +51,12 @@ class ModelShape:
     experts_per_token: int = 0
     tied_embeddings: bool = False
 
-    def parameter_bytes(self, itemsize: int) -> int:
-        return self.num_parameters * itemsize
+    def parameter_bytes(self, itemsize: int, *, int8_layers: bool = False) -> int:
+        """Of all weights; with `int8_layers` those of the layers take a byte each, embedding and head stay as they are."""
+        if not int8_layers:
+            return self.num_parameters * itemsize
+        kept = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return kept * itemsize + max(self.num_parameters - kept, 0)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

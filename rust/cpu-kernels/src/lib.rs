@@ -25,6 +25,7 @@ pub mod decoder;
 mod epilogue;
 pub mod head;
 pub mod int8;
+mod int8_check;
 mod lanes;
 mod lanes_int8;
 mod lines;
