@@ -348,7 +348,13 @@ class CpuDecoder:
         key_norm: NDArray[np.float32] | None = None,
         sliding_window: int | None = None,
     ) -> None: ...
-    def set_head(self, norm: NDArray[np.float32], weight: NDArray[np.float32] | NDArray[np.uint16]) -> None: ...
+    def set_head(
+        self,
+        norm: NDArray[np.float32],
+        weight: NDArray[np.float32] | NDArray[np.uint16],
+        *,
+        screen: bool = False,  # `best` of few tokens goes through an int8 copy first: faster, the same tokens
+    ) -> None: ...
     def set_angles(self, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None:
         """Rotary tables [positions, rotary size], both halves alike."""
 

@@ -206,10 +206,31 @@ impl CpuDecoder {
     }
 
     /// The final norm and the head, weight [vocabulary, hidden].
+    #[pyo3(signature = (norm, weight, *, screen=false))]
     #[allow(clippy::needless_pass_by_value)]
-    fn set_head(&mut self, py: Python<'_>, norm: PyReadonlyArray1<'_, f32>, weight: &Bound<'_, PyAny>) -> PyResult<()> {
-        let weight = pack(py, &[Matrix::of(weight, "weight")?], self.head_kernel, false)?;
-        let head = Head::new(slice(&norm, "norm")?.to_vec(), weight, self.head_kernel);
+    fn set_head(
+        &mut self,
+        py: Python<'_>,
+        norm: PyReadonlyArray1<'_, f32>,
+        weight: &Bound<'_, PyAny>,
+        screen: bool,
+    ) -> PyResult<()> {
+        let matrix = [Matrix::of(weight, "weight")?];
+        let packed = pack(py, &matrix, self.head_kernel, false)?;
+        let mut head = Head::new(slice(&norm, "norm")?.to_vec(), packed, self.head_kernel);
+        if screen {
+            let contiguous = |_| PyValueError::new_err("weights must be contiguous");
+            head = match &matrix[0] {
+                Matrix::F32(a) => {
+                    let values = a.as_slice().map_err(contiguous)?;
+                    py.detach(|| head.and_then(|h| h.screened(values)))
+                }
+                Matrix::Bf16(a) => {
+                    let values = a.as_slice().map_err(contiguous)?;
+                    py.detach(|| head.and_then(|h| h.screened(values)))
+                }
+            };
+        }
         head.and_then(|head| self.decoder.set_head(head)).map_err(PyValueError::new_err)
     }
 

@@ -107,7 +107,7 @@ class PackedDecoder:
         for layer in weights.layers:
             self._decoder.add_layer(**layer)
         self._vocab = int(weights.head.shape[0])
-        self._decoder.set_head(weights.norm, bits(weights.head))
+        self._decoder.set_head(weights.norm, bits(weights.head), screen=True)
         self._decoder.set_angles(weights.cos, weights.sin)
         self._storage: NDArray[np.float32] | NDArray[np.uint16] | None = None
         self._pages: list[_core.CpuLayerPages] = []

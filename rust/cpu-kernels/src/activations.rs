@@ -1,6 +1,7 @@
 //! Activations of a step's tokens as a kernel takes them: rows padded in k, whole tiles of rows, in the kernel's numbers.
 
 use crate::packed::Number;
+use crate::pages::Element;
 use crate::product::{Activation, Output, Rows};
 use crate::team::Team;
 use crate::token_ops::{self, Sink};
@@ -59,6 +60,16 @@ impl Buffer {
             Number::F32 => Rows::F32 { at: self.wide.as_ptr(), stride },
             Number::Bf16 => Rows::Bf16 { at: self.half.as_ptr(), stride },
             Number::Int8 => Rows::Int8 { at: self.int8.as_ptr(), stride, scales: self.scales.as_ptr() },
+        }
+    }
+
+    /// What the first `rows` tokens hold, [rows, k]; not of int8.
+    pub(crate) fn values(&self, rows: usize) -> Vec<f32> {
+        let row = |at: usize| at * self.stride..at * self.stride + self.k;
+        match self.number {
+            Number::F32 => (0..rows).flat_map(|r| &self.wide[row(r)]).copied().collect(),
+            Number::Bf16 => (0..rows).flat_map(|r| &self.half[row(r)]).map(|v| v.to_f32()).collect(),
+            Number::Int8 => unreachable!("numbers that were rounded"),
         }
     }
 

@@ -3,6 +3,7 @@
 
 use crate::packed::{COLUMNS, GROUP};
 use crate::product::{Activation, Best, Output, Product};
+use crate::screen;
 
 /// Where a tile of sums belongs.
 #[derive(Clone, Copy)]
@@ -48,6 +49,10 @@ fn gelu_tanh(x: f32) -> f32 {
 /// The product's output is valid for the tile.
 #[inline(always)]
 pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], stride: usize) {
+    if let Output::Ranges(ranges) = product.output {
+        // SAFETY: the caller's.
+        return unsafe { screen::finish(ranges, tile, sums, stride) };
+    }
     let bias = product.weight.bias.as_deref().map(|b| &b[tile.column..][..tile.columns]);
     for row in 0..tile.rows {
         let sums = &sums[row * stride..][..tile.columns.next_multiple_of(COLUMNS)];
@@ -78,6 +83,7 @@ pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], str
                         }
                     }
                 }
+                Output::Ranges(_) => unreachable!("done above"),
                 Output::Best { at, rows, limit } => {
                     let columns = tile.columns.min(limit.saturating_sub(tile.column));
                     let best = best(sums, bias, tile.column, columns);

@@ -2,8 +2,10 @@
 
 use crate::activations::Buffer;
 use crate::decoder::{Decoder, need};
-use crate::packed::{GROUP, Packed};
+use crate::packed::{GROUP, Number, Packed};
+use crate::pages::Element;
 use crate::product::{Best, Kernel, Output, Product};
+use crate::screen::Screen;
 use crate::team::Team;
 use crate::token_ops;
 
@@ -12,7 +14,11 @@ pub struct Head {
     weight: Packed,
     kernel: Kernel,
     input: Buffer,
+    screen: Option<Screen>,
 }
+
+/// Up to so many tokens the screen comes first: with more, hardly a group of columns is spared.
+const SCREENED: usize = 64;
 
 impl Head {
     /// `weight` [vocabulary, hidden size] of what `kernel` multiplies, which need not be the layers' kernel.
@@ -29,7 +35,17 @@ impl Head {
             format!("the head is stored in {:?}, which {kernel:?} does not multiply", weight.number())
         })?;
         let input = Buffer::new(weight.k, kernel.takes());
-        Ok(Self { norm, weight, kernel, input })
+        Ok(Self { norm, weight, kernel, input, screen: None })
+    }
+
+    /// Find best tokens through an int8 screen of `weight` [vocabulary, hidden size], from which this head was packed.
+    ///
+    /// # Errors
+    /// A message when there is no memory or a weight is not finite.
+    pub fn screened<E: Element>(mut self, weight: &[E]) -> Result<Self, String> {
+        assert_eq!(weight.len(), self.weight.columns * self.weight.k, "the head's own weights");
+        self.screen = Some(Screen::new(weight, self.weight.k, self.weight.number() == Number::Bf16)?);
+        Ok(self)
     }
 
     #[must_use]
@@ -96,8 +112,16 @@ impl Decoder {
         let mut best = vec![Best::NONE; groups * rows];
         let output = Output::Best { at: best.as_mut_ptr(), rows, limit };
         let product = Product { weight: &head.weight, input: head.input.rows(), rows, output };
+        let screen = head.screen.as_mut().filter(|_| rows <= SCREENED);
+        let groups = screen
+            .and_then(|s| s.take(head.input.values(rows).chunks_exact(head.weight.k)).then(|| s.groups(team, limit)));
         // SAFETY: one result a group and row; the buffer was made to fit.
-        unsafe { product.run(head.kernel, team) };
+        unsafe {
+            match groups {
+                Some(groups) => product.run_groups(head.kernel, team, &groups),
+                None => product.run(head.kernel, team),
+            }
+        }
         for (row, out) in out.iter_mut().enumerate() {
             let best = best[row..].iter().step_by(rows).fold(Best::NONE, |a, &b| a.or(b));
             *out = if best.value.is_finite() { best.column as i32 } else { -1 };

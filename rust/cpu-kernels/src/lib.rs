@@ -32,6 +32,7 @@ mod lines;
 pub mod packed;
 pub mod pages;
 pub mod product;
+mod screen;
 pub mod simd;
 pub mod team;
 mod token_ops;

@@ -5,6 +5,7 @@
 
 use crate::epilogue::Tile;
 use crate::packed::{COLUMNS, GROUP, Number, Packed};
+use crate::screen::Ranges;
 use crate::simd::{amx_int8_ready, amx_ready, has_avx2, has_avx512, has_avx512_bf16, has_avx512_vnni};
 use crate::team::Team;
 
@@ -131,6 +132,8 @@ pub enum Output {
     Gated { at: *mut f32, stride: usize, activation: Activation },
     /// `best[group, row]` = the largest sum of each group of panels, of the columns below `limit`.
     Best { at: *mut Best, rows: usize, limit: usize },
+    /// Of pairs of rows: the range of each group of panels (`screen.rs`).
+    Ranges(Ranges),
     /// As `Gated`, rounded to bfloat16.
     GatedHalf { at: *mut u16, stride: usize, activation: Activation },
 }
@@ -221,6 +224,20 @@ impl Product<'_> {
             let (row, panel) = (part * rows_a_part, strip * width);
             let block = Block { row, rows: rows_a_part.min(self.rows - row), panel, panels: width.min(panels - panel) };
             // SAFETY: blocks are disjoint, the rest is the caller's promise.
+            unsafe { self.block(kernel, block) };
+        });
+    }
+
+    /// Compute some groups of panels, with the same bits as `run`.
+    ///
+    /// # Safety
+    /// As `run`.
+    pub(crate) unsafe fn run_groups(&self, kernel: Kernel, team: &Team, groups: &[usize]) {
+        let panels = self.weight.num_panels();
+        team.run(groups.len(), &|at| {
+            let panel = groups[at] * GROUP;
+            let block = Block { row: 0, rows: self.rows, panel, panels: GROUP.min(panels - panel) };
+            // SAFETY: groups are distinct, the rest is the caller's promise.
             unsafe { self.block(kernel, block) };
         });
     }
