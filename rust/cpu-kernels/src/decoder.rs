@@ -138,7 +138,7 @@ impl Decoder {
     #[must_use]
     pub fn weight_bytes(&self) -> usize {
         let layers = self.layers.iter().flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down]);
-        layers.chain(self.head.as_ref().map(Head::weight)).map(Packed::bytes).sum()
+        layers.map(Packed::bytes).sum::<usize>() + self.head.as_ref().map_or(0, Head::bytes)
     }
 
     /// # Errors

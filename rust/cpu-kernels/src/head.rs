@@ -42,15 +42,19 @@ impl Head {
     ///
     /// # Errors
     /// A message when there is no memory or a weight is not finite.
+    ///
+    /// # Panics
+    /// When the weights are of another size.
     pub fn screened<E: Element>(mut self, weight: &[E]) -> Result<Self, String> {
         assert_eq!(weight.len(), self.weight.columns * self.weight.k, "the head's own weights");
         self.screen = Some(Screen::new(weight, self.weight.k, self.weight.number() == Number::Bf16)?);
         Ok(self)
     }
 
+    /// Bytes of its weights, the screen's copy included.
     #[must_use]
-    pub fn weight(&self) -> &Packed {
-        &self.weight
+    pub fn bytes(&self) -> usize {
+        self.weight.bytes() + self.screen.as_ref().map_or(0, Screen::bytes)
     }
 
     /// Norm some of `hidden`'s tokens as its input.

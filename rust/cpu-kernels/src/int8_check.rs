@@ -31,7 +31,7 @@ impl Packed {
             *token = ((state >> 24) % 255) as u8 as i8; // of 0 to 254: -128 is not among them
             *token = if *token == -128 { 0 } else { *token };
         }
-        let scales = vec![0.5f32; TOKENS];
+        let scales = [0.5f32; TOKENS];
         let mut out = vec![f32::NAN; TOKENS * self.columns];
         let input = Rows::Int8 { at: tokens.as_ptr(), stride: self.k_padded, scales: scales.as_ptr() };
         let output = Output::Store { at: out.as_mut_ptr(), stride: self.columns };

@@ -15,6 +15,8 @@ use crate::team::Team;
 
 /// Makes up for the rounding of bounds themselves.
 const ROOM: f64 = 1.00001;
+/// More than all that is lost where products or sums are too small to be normal numbers.
+const VANISHING: f32 = 1e-30;
 
 /// What is known of each column, padded to whole groups.
 struct Bounds {
@@ -27,6 +29,8 @@ struct Bounds {
 pub(crate) struct Screen {
     weight: Packed,
     of: Bounds,
+    /// The largest of `lengths`.
+    longest: f64,
     kernel: Kernel,
     /// Two rows a token.
     numbers: Vec<i8>,
@@ -69,11 +73,18 @@ impl Screen {
             *error = (away.sqrt() * ROOM) as f32;
             *length = (own.max(kept).sqrt() * ROOM) as f32;
         }
+        let longest = f64::from(of.lengths.iter().copied().fold(0.0, f32::max));
         let (numbers, scales, factors) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Self { weight: packed, of, kernel: Kernel::best_int8(), numbers, scales, factors, ranges: Vec::new() })
+        let kernel = Kernel::best_int8();
+        Ok(Self { weight: packed, of, longest, kernel, numbers, scales, factors, ranges: Vec::new() })
     }
 
-    /// Take tokens' activations, [tokens, k]. False when one is not finite: then there are no bounds.
+    pub(crate) fn bytes(&self) -> usize {
+        self.weight.bytes()
+    }
+
+    /// Take tokens' activations, [tokens, k]. False when one is not finite, or so large or small that a float32 of its
+    /// bounds might overflow or vanish: then there are none.
     pub(crate) fn take<'a>(&mut self, tokens: impl ExactSizeIterator<Item = &'a [f32]>) -> bool {
         let k = self.weight.k;
         let stride = padded(k);
@@ -97,8 +108,8 @@ impl Screen {
                 away += (f64::from(*v) - near) * (f64::from(*v) - near);
             }
             let (own, away) = (own.sqrt(), away.sqrt());
-            if !own.is_finite() || !away.is_finite() {
-                return false;
+            if !(1e-20..1e30).contains(&(own * self.longest)) {
+                return false; // NaN too
             }
             self.scales[2 * token] = scale;
             self.scales[2 * token + 1] = fine;
@@ -131,8 +142,8 @@ impl Screen {
         for token in 0..tokens {
             let of_token = || self.ranges[token..].iter().step_by(tokens);
             let floor = of_token().fold(f32::NEG_INFINITY, |most, r| if r[1] > most { r[1] } else { most });
-            // Written so that a NaN counts as a yes.
-            may.iter_mut().zip(of_token()).for_each(|(may, r)| *may |= !(r[0] < floor));
+            // Equal ones too: the lowest id among equals wins.
+            may.iter_mut().zip(of_token()).for_each(|(may, r)| *may |= r[0] >= floor);
         }
         (0..groups).filter(|&g| may[g] && g * GROUP * COLUMNS < limit).collect()
     }
@@ -168,7 +179,7 @@ pub(crate) unsafe fn finish(ranges: Ranges, tile: Tile, sums: &[f32], stride: us
         let mut least = [f32::NEG_INFINITY; GROUP * COLUMNS];
         for i in 0..columns {
             let near = coarse[i] + fine[i];
-            let bound = (away * errors[i] + along * lengths[i]) * 1.00001 + 1e-6 * near.abs();
+            let bound = (away * errors[i] + along * lengths[i]) * 1.00001 + 1e-6 * near.abs() + VANISHING;
             most[i] = near + bound;
             least[i] = near - bound;
         }
