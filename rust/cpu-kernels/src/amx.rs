@@ -69,7 +69,8 @@ pub(crate) unsafe fn int8(product: &Product<'_>, block: Block) {
 type Tiles = unsafe fn(x: *const u8, stride: usize, w: *const Line, steps: usize, out: *mut f32);
 
 /// As `Tiles`, with the place that the processor may be asked to bring nearer.
-type TilesAhead = unsafe fn(x: *const u8, stride: usize, w: *const Line, ahead: *const Line, steps: usize, out: *mut f32);
+type TilesAhead =
+    unsafe fn(x: *const u8, stride: usize, w: *const Line, ahead: *const Line, steps: usize, out: *mut f32);
 
 /// One dtype's ways to fill tiles of sums.
 struct Shapes {
