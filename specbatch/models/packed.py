@@ -58,7 +58,13 @@ def why_not(model: LoadedModel) -> str | None:
 
 def bfloat16_kernel() -> str | None:
     """The instructions that multiply bfloat16 with bfloat16 here; None where this processor has none."""
-    sizes = {"hidden_size": 16, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 16,
+    }
     kernel = _core.CpuDecoder(
         **sizes, eps=1e-6, activation="silu", scale=1.0, bfloat16=True, threads=1
     ).kernel  # of a decoder without layers
