@@ -94,7 +94,7 @@ def write_config(folder: Path, values: dict[str, Any]) -> Path:
         (CONFIG | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (CONFIG | {"sliding_window": 64}, "sliding window of 64"),
         (CONFIG | {"model_type": "mistral", "sliding_window": 64}, "sliding window of 64"),
-        (CONFIG | {"model_type": "mistral"}, "no word on a sliding window"),  # 4,096 in its class
+        (CONFIG | {"model_type": "mistral"}, "sliding window of 4096"),  # its class's
         (QWEN | {"sliding_window": 64, "use_sliding_window": True}, "sliding window"),
         (QWEN | {"use_sliding_window": True}, "sliding window"),
         (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, "layers of type .*sliding_attention"),

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from specbatch.models.loading import load_config, load_model
-from specbatch.models.support import check_support, model_shape, model_support, shape_from_config
+from specbatch.models.support import (
+    PROVED,
+    check_support,
+    count_parameters,
+    model_shape,
+    model_support,
+    shape_from_config,
+)
 from tests.paged_rows import PagedRows
 
 LLAMA: dict[str, Any] = {
@@ -169,6 +176,48 @@ def test_windows_of_a_config_that_lists_no_layer_types(kind: str) -> None:
     filled = AutoConfig.for_model(**config).to_dict()
     assert shape_from_config(config).sliding_windows == shape_from_config(filled).sliding_windows
     assert any(shape_from_config(config).sliding_windows)
+
+
+NAMES = ("num_kv_heads", "head_dim", "sliding_windows", "softcap", "tied_embeddings")
+
+
+@pytest.mark.parametrize("kind", sorted(PROVED - {"deepseek_v2", "deepseek_v3"}))  # those state all of their own sizes
+def test_what_a_config_leaves_out_is_what_its_class_fills_in(kind: str) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"num_hidden_layers": 31, "hidden_size": 1024, "num_attention_heads": 64, "vocab_size": 200_000}
+    for stated in (
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 64},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": 64},
+        {"sliding_window": 64, "layer_types": ["sliding_attention", *["full_attention"] * 30]},
+    ):
+        if kind == "exaone4" and stated == {"sliding_window": None}:
+            continue  # its class divides by zero
+        config = sizes | stated | {"model_type": kind}
+        short, filled = (shape_from_config(c, 1) for c in (config, AutoConfig.for_model(**config).to_dict()))
+        assert [getattr(short, name) for name in NAMES] == [getattr(filled, name) for name in NAMES], stated
+
+
+def test_files_beside_the_usual_ones_do_not_count(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def save(name: str, *sizes: int) -> None:
+        save_file({f"{name}{i}": torch.zeros(size) for i, size in enumerate(sizes)}, tmp_path / f"{name}.safetensors")
+
+    assert count_parameters(tmp_path) is None
+    save("consolidated", 6, 4)
+    assert count_parameters(tmp_path) == 10, "all there is"
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ValueError, match=r"model-1.safetensors is missing"):
+        count_parameters(tmp_path)
+    (save("model-1", 3, 2), save("model-2", 4), save("model-3", 100))
+    assert count_parameters(tmp_path) == 9
+    save("model", 7)  # which transformers prefers to an index
+    assert count_parameters(tmp_path) == 7
 
 
 def test_missing_values_are_named() -> None:

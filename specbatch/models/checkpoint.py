@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from specbatch.models.weight_files import weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ValueError naming the file that is missing, truncated or damaged."""
-        self._files = {file: _open(file) for file in _files(Path(folder))}
+        self._files = {file: _open(file) for file in weight_files(folder)}
         self.tensors: dict[str, Stored] = {}
         self.repeated: set[str] = set()  # in more than one file
         for file, handle in self._files.items():
@@ -47,32 +46,6 @@ class Checkpoint:
             return mapped.to(dtype, copy=True)
         except (SafetensorError, RuntimeError) as error:
             raise ValueError(f"{stored.file}: {name} cannot be read: {error}") from error
-
-
-def has_usual_files(folder: str | Path) -> bool:
-    """There is something to open: one file or an index, by their usual names."""
-    return any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
-
-
-def _files(folder: Path) -> list[Path]:
-    """One file, or those that an index names (in transformers' order of preference)."""
-    single, index = folder / SINGLE, folder / INDEX
-    if single.is_file():
-        return [single]
-    try:
-        content = json.loads(index.read_text("utf-8"))
-        places = content["weight_map"]
-        names = sorted({Path(name) for name in places.values()})
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error}") from error
-    for name in names:
-        if name.name != str(name):
-            raise ValueError(f"{index} names a file outside its folder: {name}")
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing, which {INDEX} names")
-    return [folder / name for name in names]
 
 
 def _open(file: Path) -> Any:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from specbatch.models.attention_hook import StepContext
-from specbatch.models.checkpoint import Checkpoint, has_usual_files
+from specbatch.models.checkpoint import Checkpoint
 from specbatch.models.loading import LoadedModel
 from specbatch.models.packed import ACTIVATIONS, MODEL_TYPES, DecoderWeights, PackedDecoder, bits, vector
 from specbatch.models.rope import Rope, angles, read_rope
 from specbatch.models.shape import Config, ModelShape, read_config
 from specbatch.models.support import check_support, model_shape
+from specbatch.models.weight_files import has_usual_files
 
 _FLOATS = ("F32", "F16", "BF16")
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
@@ -94,8 +95,6 @@ def _refuse_windows(config: Config, shape: ModelShape) -> None:
     windows = {w for w in shape.sliding_windows if w is not None}
     if windows or config.get("use_sliding_window"):
         raise NotPlain(f"a sliding window of {min(windows, default='unknown size')}")
-    if shape.model_type == "mistral" and "sliding_window" not in config:  # its class has one by default
-        raise NotPlain("no word on a sliding window")
     types = set(map(str, config.get("layer_types") or ()))
     if types - {"full_attention"}:
         raise NotPlain(f"layers of type {', '.join(sorted(types))}")

@@ -17,10 +17,11 @@ from torch import nn
 from specbatch.engine.kv_layout import KVShape
 from specbatch.models import attention_hook
 from specbatch.models.attention_hook import ATTENTION_NAME, LayerContext, StepContext
-from specbatch.models.checkpoint import Checkpoint, has_usual_files
+from specbatch.models.checkpoint import Checkpoint
 from specbatch.models.packed import PackedDecoder
 from specbatch.models.shape import count_parameters, rope_type, shape_from_config
 from specbatch.models.support import ModelShape, Support, check_support, model_shape, read_config
+from specbatch.models.weight_files import has_usual_files
 
 
 @dataclass(slots=True)

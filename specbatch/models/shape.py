@@ -10,20 +10,47 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specbatch.models.weight_files import has_usual_files, weight_files
+
 Config = Mapping[str, Any]
 
 DEFAULT_MAX_LEN = 2048  # for a config that states no limit at all
 
-# What a config class fills in where an old config.json says nothing.
-_CLASS_DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256, "num_key_value_heads": 4},
-    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4},
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"head_dim": 128},
-    "mistral": {"num_key_value_heads": 8},
+# What a config class fills in where config.json says nothing (an explicit null stays one).
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 4096},
+    "exaone4": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "gemma": {"head_dim": 256, "num_key_value_heads": 16},
+    "gemma2": {
+        "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    },
+    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
+    "glm": {"head_dim": 128, "num_key_value_heads": 2},
+    "glm4": {"head_dim": 128, "num_key_value_heads": 2},
+    "gpt_bigcode": {"multi_query": True},
+    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128},
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8},
-}
+    "olmo3": {"sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen2_moe": {"num_key_value_heads": 16, "sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "seed_oss": {"head_dim": 128, "num_key_value_heads": 8},
+    "smollm3": {"num_key_value_heads": 4},
+    "stablelm": {"num_key_value_heads": 32},
+    "starcoder2": {"num_key_value_heads": 2},
+}  # fmt: skip
+# Whose head is a matrix of its own unless config.json says otherwise.
+_UNTIED = frozenset({
+    "arcee", "deepseek_v2", "deepseek_v3", "exaone4", "glm", "glm4", "gpt_neox", "gpt_oss", "granite",
+    "granitemoe", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
+    "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "stablelm",
+})  # fmt: skip
+
+# Families in which every n-th layer sees all of the context, where a config lists no layer types.
+_PERIODS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2, "olmo3": 4, "exaone4": 4}
 
 _UNGATED = ("gpt2", "opt", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "phi", "starcoder2", "nemotron", "biogpt")
 
@@ -83,9 +110,14 @@ def _first(config: Config, *names: str, default: Any = None) -> Any:
     return default
 
 
+def _filled(config: Config) -> Config:
+    """With what the family's config class adds."""
+    return {**_CLASS_DEFAULTS.get(str(config.get("model_type")), {}), **config}
+
+
 def shape_from_config(config: Config, num_parameters: int | None = None) -> ModelShape:
     """Shape from a config's values. Raises ValueError naming the value that is missing or makes no sense."""
-    defaults = _CLASS_DEFAULTS.get(str(config.get("model_type")), {})
+    config = _filled(config)
 
     def need(*names: str, default: int | None = None) -> int:
         value = _first(config, *names, default=default)
@@ -96,8 +128,8 @@ def shape_from_config(config: Config, num_parameters: int | None = None) -> Mode
     layers = need("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     hidden = need("hidden_size", "n_embd", "d_model", "dim")
     heads = need("num_attention_heads", "n_head", "num_heads", "n_heads")
-    kv_heads = need("num_key_value_heads", "num_kv_heads", default=defaults.get("num_key_value_heads", heads))
-    head_dim = need("head_dim", default=defaults.get("head_dim", max(hidden // heads, 1)))
+    kv_heads = need("num_key_value_heads", "num_kv_heads", default=heads)
+    head_dim = need("head_dim", default=max(hidden // heads, 1))
     if config.get("multi_query") is True:
         kv_heads = 1
     if config.get("kv_lora_rank") and config.get("qk_rope_head_dim"):  # latent attention, cached expanded
@@ -126,7 +158,7 @@ def shape_from_config(config: Config, num_parameters: int | None = None) -> Mode
         intermediate_size=int(_first(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)),
         num_experts=int(_first(config, "num_local_experts", "num_experts", "n_routed_experts", default=0)),
         experts_per_token=int(_first(config, "num_experts_per_tok", default=0)),
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", config.get("model_type") not in _UNTIED)),
     )
     return shape if num_parameters else replace(shape, num_parameters=estimate_parameters(shape, config))
 
@@ -190,31 +222,46 @@ def length_limit(config: Config) -> tuple[int, str | None]:
 
 def sliding_windows(config: Config, layers: int) -> tuple[int | None, ...]:
     """The window of each layer, None: full attention. Where a config lists no layer types, its family's rule counts."""
+    config = _filled(config)
     window = config.get("sliding_window")
     kind = str(config.get("model_type"))
     if window is None or not isinstance(window, int) or window < 1:
         return (None,) * layers
+    asked = config.get("use_sliding_window")
+    if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe") and not asked:  # whatever their layers' types say
+        return (None,) * layers
     types = config.get("layer_types")
     if isinstance(types, list) and len(types) >= layers:
         return tuple(window if t == "sliding_attention" else None for t in types[:layers])
-    if config.get("use_sliding_window") is False or (
-        kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3") and not config.get("use_sliding_window")
-    ):
+    if asked is False or (kind == "smollm3" and not asked):
         return (None,) * layers
+    first = int(_first(config, "max_window_layers", default=28))
     if kind in ("qwen2", "qwen3"):
-        first = int(_first(config, "max_window_layers", default=28))
         return tuple(window if i >= first else None for i in range(layers))
-    period = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}.get(kind)
+    if kind == "qwen2_moe":
+        return tuple(window if i % 2 == 0 and i < first else None for i in range(layers))
+    if kind == "smollm3":  # where there are no rotations
+        every = int(_first(config, "no_rope_layer_interval", default=4))
+        rotated = _first(config, "no_rope_layers", default=[(i + 1) % every for i in range(layers)])
+        return tuple(None if i < len(rotated) and rotated[i] else window for i in range(layers))
+    period = _PERIODS.get(kind)
     if period is not None:
-        period = int(_first(config, "sliding_window_pattern", "_sliding_window_pattern", default=period))
+        stated = _first(config, "sliding_window_pattern", "_sliding_window_pattern")
+        period = stated if isinstance(stated, int) and stated > 0 else period
         return tuple(window if (i + 1) % period else None for i in range(layers))
     return (window,) * layers
 
 
 def count_parameters(path: str | Path) -> int | None:
-    """Parameters in a folder's safetensors files, from their headers; None without such files. Raises ValueError."""
+    """Parameters in the safetensors files that a model is read from, from their headers; None without such files.
+
+    Files of other names beside the usual ones (`consolidated.safetensors`) hold the same weights again. Raises ValueError.
+    """
     total = 0
-    files = sorted(Path(path).glob("*.safetensors"))
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors"))
+    if files and has_usual_files(folder):
+        files = weight_files(folder)
     for file in files:
         try:
             with file.open("rb") as handle:
@@ -223,6 +270,6 @@ def count_parameters(path: str | Path) -> int | None:
                     raise ValueError(f"its header would be {length} bytes")
                 header = json.loads(handle.read(length))
             total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, struct.error) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
     return total if files else None
