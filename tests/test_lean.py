@@ -123,6 +123,14 @@ def test_configs_that_are_plain(tmp_path: Path) -> None:
         plain_config(write_config(tmp_path, values))
 
 
+def test_an_adapter_goes_to_transformers(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, CONFIG)
+    plain_config(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(NotPlain, match="adapter"):
+        plain_config(folder)
+
+
 def change(folder: Path, **changes: Any) -> None:
     """Tensors replaced, or left out (None)."""
     from safetensors.torch import load_file, save_file

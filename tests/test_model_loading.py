@@ -236,6 +236,12 @@ def test_a_folder_without_a_usable_config_is_named(tmp_path: Path, content: str 
             function(tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": 48}, {"hidden_size": "4096"}])
+def test_a_config_that_its_class_refuses_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"the config of {tmp_path}.* cannot be loaded"):
+        load_config(write_config(tmp_path / "model", **wrong))
+
+
 def test_a_loaded_model_gives_transformers_logits(tiny_target: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -86,6 +86,11 @@ def nan(proof: Proof) -> Proof:
     return proof
 
 
+def nan_in_the_second_row(proof: Proof) -> Proof:
+    proof.logits[1][0, 0] = torch.nan
+    return proof
+
+
 def one_off(proof: Proof) -> Proof:
     """By two thousandths of the largest."""
     proof.logits[1][2, -1] += 2e-3 * max(float(part.abs().max()) for part in proof.logits)
@@ -101,7 +106,9 @@ def foreign(proof: Proof) -> Proof:
     return proof
 
 
-@pytest.mark.parametrize("damage", [None, b"", b"{}", b"\xff" * 200, nan, one_off, narrow, foreign])
+@pytest.mark.parametrize(
+    "damage", [None, b"", b"{}", b"\xff" * 200, nan, nan_in_the_second_row, one_off, narrow, foreign]
+)
 def test_a_damaged_file_costs_a_load(
     tiny_target: Path, cache: Path, damage: bytes | Callable[[Proof], Proof] | None
 ) -> None:
@@ -117,6 +124,17 @@ def test_a_damaged_file_costs_a_load(
     assert load().module is not None
     assert load.through == 2
     assert load().module is None, "what was damaged is whole again"
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_no_number_is_not_near_a_number(row: int) -> None:
+    """Wherever it stands, in what came out or in what should."""
+    fine = [torch.ones(2, 3), torch.ones(4, 3)]
+    bad = [part.clone() for part in fine]
+    bad[row][1, 2] = torch.nan
+    assert compare_logits(fine, fine) == 0
+    assert not compare_logits(bad, fine) <= 1
+    assert not compare_logits(fine, bad) <= 1
 
 
 def test_a_wrong_decoder_goes_through_transformers_and_is_found_there(

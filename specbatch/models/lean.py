@@ -79,6 +79,8 @@ def plain_config(path: str | Path) -> PlainConfig:
     _refuse_windows(config, shape)
     if not has_usual_files(path):
         raise NotPlain("weights in files of other names")
+    if (Path(path) / "adapter_config.json").exists():  # transformers applies it, where it can
+        raise NotPlain("an adapter beside the weights")
     if shape.head_dim % 2 or config["intermediate_size"] % 16:
         raise NotPlain(f"head size {shape.head_dim}, intermediate size {config['intermediate_size']}")
     return PlainConfig(

@@ -54,11 +54,12 @@ class LoadedModel:
 def load_config(path: str | Path) -> Any:
     """The transformers config of a local folder. Raises ValueError naming the folder and the reason."""
     read_config(path)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(f"the config of {path} cannot be loaded: {error}") from error
 
 
