@@ -227,6 +227,28 @@ def test_missing_values_are_named() -> None:
         shape_from_config(LLAMA | {"num_key_value_heads": 5})
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"architectures": 1},
+        {"layer_types": True},
+        {"layers_block_type": 1.5},
+        {"model_type": ["llama"]},
+        {"intermediate_size": [1]},
+        {"intermediate_size": float("inf")},
+        {"num_experts": {"a": 1}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": [2], "original_max_position_embeddings": 16}},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": [1]},
+        {"model_type": "smollm3", "sliding_window": 8, "use_sliding_window": True, "no_rope_layers": 3},
+        {"model_type": "smollm3", "sliding_window": 8, "use_sliding_window": True, "no_rope_layer_interval": 0.0},
+    ],
+)
+def test_values_of_the_wrong_kind_are_an_error_of_the_folder(tmp_path: Path, odd: dict[str, Any]) -> None:
+    folder = write_config(tmp_path / "model", **odd)
+    with pytest.raises(ValueError, match=str(folder)):
+        model_shape(folder)
+
+
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
 def test_a_folder_without_a_usable_config_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:

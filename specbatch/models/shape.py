@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from specbatch.models.weight_files import has_usual_files, weight_files
 
 Config = Mapping[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DEFAULT_MAX_LEN = 2048  # for a config that states no limit at all
 
@@ -110,11 +113,25 @@ def _first(config: Config, *names: str, default: Any = None) -> Any:
     return default
 
 
+def names_odd_values(function: Callable[P, T]) -> Callable[P, T]:
+    """A list where a number belongs, and the like, is a ValueError that speaks of config.json."""
+
+    @wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            raise ValueError(f"config.json holds a value of the wrong kind: {error}") from error
+
+    return named
+
+
 def _filled(config: Config) -> Config:
     """With what the family's config class adds."""
     return {**_CLASS_DEFAULTS.get(str(config.get("model_type")), {}), **config}
 
 
+@names_odd_values
 def shape_from_config(config: Config, num_parameters: int | None = None) -> ModelShape:
     """Shape from a config's values. Raises ValueError naming the value that is missing or makes no sense."""
     config = _filled(config)

@@ -15,6 +15,7 @@ from specbatch.models.shape import (
     ModelShape,
     count_parameters,
     length_limit,
+    names_odd_values,
     read_config,
     shape_from_config,
     sliding_windows,
@@ -87,7 +88,10 @@ def model_shape(path: str | Path) -> ModelShape:
     Raises ValueError naming the folder and why specbatch cannot run it.
     """
     config = read_config(path)
-    support = check_support(config)
+    try:
+        support = check_support(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if support.status == "refused":
         kind = config.get("model_type", "of unknown type")
         raise ValueError(f"{path} ({kind}) cannot be run: {'; '.join(support.reasons)}")
@@ -102,8 +106,9 @@ def model_support(path: str | Path) -> Support:
     return check_support(read_config(path))
 
 
+@names_odd_values
 def check_support(config: Config) -> Support:
-    """Judge a config. Every reason to refuse is listed, not only the first."""
+    """Judge a config. Every reason to refuse is listed, not only the first. Raises ValueError for values of odd kinds."""
     kind = str(config.get("model_type", ""))
     reasons = [*_wrong_kind(config), *_wrong_attention(config, kind)]
     if reasons:
