@@ -2,8 +2,8 @@
 //!
 //! Owns what may be asked, the checks, and the cut into tasks that any threads may run. A task is one row, a tile of
 //! its query tokens and one KV head, whose query heads share the keys they read, or several, whose keys stand side by side
-//! in memory. How a task is computed is the
-//! business of `attention_task` and of what it calls for the processor's instructions.
+//! in memory. How a task is computed is the business of `attention_task` and of what it calls for the processor's
+//! instructions.
 
 use rayon::prelude::*;
 
@@ -124,7 +124,7 @@ impl Tasks {
         self.cut(query_start, heads, kv_heads, threads, together)
     }
 
-    /// As `refill`; `together`: all KV heads of a row with few query tokens in one task. No result depends on it.
+    /// As `refill`; `together`: all KV heads of a row with few query tokens in one task. No result depends on it, keys being finite.
     ///
     /// # Errors
     /// As `new`.

@@ -1,7 +1,8 @@
 //! A task of attention in groups of sixteen (token, head) pairs: keys go by in blocks that begin at multiples of 64 of
 //! the context, and every group of the task takes its turn at a block while the block is in the caches. Where a task
 //! has several KV heads and few pairs of each, as when decoding, a group holds pairs of several KV heads: of one's keys
-//! the others' lanes get products with zero.
+//! the others' lanes get products with zero, which change no bit as long as keys are finite (an infinite one makes all
+//! heads of its row NaN, not its own only).
 //!
 //! Owns the order of the work and the scratch memory; the products are a `Kernel`'s: `attention_f32`, `attention_amx`.
 //! The running maximum and sum are those of `attention_task`.
