@@ -41,7 +41,7 @@ def command(tmp_path: Path, model: Path, *more: str) -> int:
 @pytest.mark.parametrize(
     "place",
     [
-        "specbatch.engine.parts.load_model",  # loading
+        "specbatch.engine.parts.load_for_cpu",  # loading, whether the model was proved before or not
         "specbatch.engine.eager.EagerSteps.prefill",  # every step, until the job gives up
         "specbatch.engine.engine.core_arrays",  # a call of the engine other than a step
         "specbatch.models.tokenizer.HFTokenizer.__init__",  # somebody else's Rust code, before the job
