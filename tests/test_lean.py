@@ -120,7 +120,9 @@ def test_configs_that_are_plain(tmp_path: Path) -> None:
     """The ones above with what was wrong put right, so that none is refused for another reason than it says."""
     for values in (CONFIG, QWEN, CONFIG | {"model_type": "mistral", "sliding_window": None}, QWEN | {"head_dim": 16},
                    QWEN | {"sliding_window": 64, "use_sliding_window": False}):  # fmt: skip
-        plain_config(write_config(tmp_path, values))
+        plain = plain_config(write_config(tmp_path, values))
+        assert plain.shape.hidden_size == values["hidden_size"]
+        assert plain.head_norms == (values["model_type"] == "qwen3")
 
 
 def test_an_adapter_goes_to_transformers(tmp_path: Path) -> None:
