@@ -3,6 +3,7 @@
 use crate::packed::Number;
 use crate::pages::Element;
 use crate::product::{Activation, Output, Rows};
+use crate::room::Room;
 use crate::team::Team;
 use crate::token_ops::{self, Sink};
 
@@ -11,37 +12,32 @@ pub(crate) struct Buffer {
     number: Number,
     k: usize,
     stride: usize,
-    wide: Vec<f32>,
-    half: Vec<u16>,
-    int8: Vec<i8>,
+    wide: Room<f32>,
+    half: Room<u16>,
+    int8: Room<i8>,
     /// Of int8: one a token.
-    scales: Vec<f32>,
+    scales: Room<f32>,
     /// A gated output's numbers until they can be rounded: a token's scale is known when all of its columns are there.
-    staged: Vec<f32>,
+    staged: Room<f32>,
 }
 
 impl Buffer {
     pub(crate) fn new(k: usize, number: Number) -> Self {
         let stride = number.padded(k);
-        let (wide, half, int8) = (Vec::new(), Vec::new(), Vec::new());
-        Self { number, k, stride, wide, half, int8, scales: Vec::new(), staged: Vec::new() }
+        let (wide, half, int8) = (Room::new(), Room::new(), Room::new());
+        Self { number, k, stride, wide, half, int8, scales: Room::new(), staged: Room::new() }
     }
 
     /// Make room for `rows` tokens.
     pub(crate) fn fit(&mut self, rows: usize) {
-        fn grow<T: Copy + Default>(buffer: &mut Vec<T>, size: usize) {
-            if buffer.len() < size {
-                buffer.resize(size, T::default());
-            }
-        }
         let rows = rows.next_multiple_of(32);
         let size = rows * self.stride;
         match self.number {
-            Number::F32 => grow(&mut self.wide, size),
-            Number::Bf16 => grow(&mut self.half, size),
+            Number::F32 => self.wide.fit(size),
+            Number::Bf16 => self.half.fit(size),
             Number::Int8 => {
-                grow(&mut self.int8, size);
-                grow(&mut self.scales, rows);
+                self.int8.fit(size);
+                self.scales.fit(rows);
             }
         }
     }
@@ -49,8 +45,8 @@ impl Buffer {
     /// As `fit`, for `gated` too.
     pub(crate) fn fit_gated(&mut self, rows: usize) {
         self.fit(rows);
-        if self.number == Number::Int8 && self.staged.len() < rows * self.k {
-            self.staged.resize(rows * self.k, 0.0);
+        if self.number == Number::Int8 {
+            self.staged.fit(rows * self.k);
         }
     }
 
@@ -80,6 +76,12 @@ impl Buffer {
             Number::Bf16 => Sink::Bf16 { at: self.half.as_mut_ptr(), stride },
             Number::Int8 => Sink::Int8 { at: self.int8.as_mut_ptr(), stride, scales: self.scales.as_mut_ptr() },
         }
+    }
+
+    /// The rows of a bfloat16 buffer, `padded` numbers from one to the next.
+    pub(crate) fn halves(&mut self) -> *mut u16 {
+        debug_assert!(self.number == Number::Bf16);
+        self.half.as_mut_ptr()
     }
 
     /// Where a product leaves gated numbers; `settle` makes them rows.

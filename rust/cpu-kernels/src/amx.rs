@@ -10,7 +10,7 @@ use crate::product::{Block, Product, Rows};
 
 /// What `ldtilecfg` reads: all eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]
-struct Config {
+pub(crate) struct Config {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -18,7 +18,7 @@ struct Config {
     rows: [u8; 16],
 }
 
-static CONFIG: Config = Config {
+pub(crate) static CONFIG: Config = Config {
     palette: 1,
     start_row: 0,
     reserved: [0; 14],
@@ -27,7 +27,7 @@ static CONFIG: Config = Config {
 };
 
 /// Bytes from one step's line of a panel to the next.
-const LINE_STRIDE: usize = GROUP * 64;
+pub(crate) const LINE_STRIDE: usize = GROUP * 64;
 /// Columns of the scratch: four panels.
 const WIDE: usize = GROUP * COLUMNS;
 

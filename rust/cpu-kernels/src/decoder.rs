@@ -9,10 +9,12 @@ use std::time::Instant;
 
 use crate::activations::Buffer;
 use crate::attention::{self, Options, Prepared, Rows as StepRows, Stored, Tasks};
+use crate::decoder_blocks;
 use crate::head::Head;
 use crate::packed::Packed;
 use crate::pages::{Element, LayerPages};
 use crate::product::{Activation, Kernel, Output, Product};
+use crate::room::Room;
 use crate::team::Team;
 use crate::token_ops::{self, Rotary};
 
@@ -68,26 +70,36 @@ pub struct Step<'a, E> {
 
 pub struct Decoder {
     pub shape: Shape,
-    layers: Vec<Layer>,
+    pub(crate) layers: Vec<Layer>,
     pub(crate) head: Option<Head>,
-    angles: Angles,
-    kernel: Kernel,
-    tasks: Tasks,
+    pub(crate) angles: Angles,
+    pub(crate) kernel: Kernel,
+    pub(crate) tasks: Tasks,
     /// Input of the products over the hidden size, of the output projection, of the down projection.
-    normed: Buffer,
-    attended: Buffer,
-    gated: Buffer,
-    qkv: Vec<f32>,
-    query: Vec<f32>,
-    attention: Vec<f32>,
+    pub(crate) normed: Buffer,
+    pub(crate) attended: Buffer,
+    pub(crate) gated: Buffer,
+    pub(crate) qkv: Room<f32>,
+    pub(crate) query: Room<f32>,
+    pub(crate) attention: Room<f32>,
     slots: Vec<i32>,
     /// Seconds of each part of all layers so far (see `PARTS`).
-    seconds: [f64; PARTS.len()],
+    pub(crate) seconds: [f64; PARTS.len()],
 }
 
-/// What a layer does, in order: the names of `Decoder::seconds`.
-pub const PARTS: [&str; 9] =
-    ["norm", "qkv", "rotate and store", "attention", "convert", "output", "mlp norm", "gate and up", "down"];
+/// What a layer does, in order: the names of `Decoder::seconds`. The last is all but attention where tokens are many.
+pub const PARTS: [&str; 10] = [
+    "norm",
+    "qkv",
+    "rotate and store",
+    "attention",
+    "convert",
+    "output",
+    "mlp norm",
+    "gate and up",
+    "down",
+    "in blocks",
+];
 
 pub(crate) fn need(ok: bool, message: impl FnOnce() -> String) -> Result<(), String> {
     if ok { Ok(()) } else { Err(message()) }
@@ -110,9 +122,9 @@ impl Decoder {
             normed: Buffer::new(shape.hidden, number),
             attended: Buffer::new(width, number),
             gated: Buffer::new(shape.intermediate, number),
-            qkv: Vec::new(),
-            query: Vec::new(),
-            attention: Vec::new(),
+            qkv: Room::new(),
+            query: Room::new(),
+            attention: Room::new(),
             slots: Vec::new(),
             seconds: [0.0; PARTS.len()],
             shape,
@@ -211,6 +223,12 @@ impl Decoder {
             let (query, out) = (&self.query[..], &self.attention[..]);
             attention::check(query, shape.heads, step.storage.len(), pages, &step.rows, &options, out)?;
         }
+        // Prefill: what a product gives is taken up while it is still in the cache.
+        let widest = shape.hidden.max(width).max(shape.intermediate);
+        let size = decoder_blocks::block_size(self.kernel, tokens, team.size(), widest);
+        if let Some(size) = size {
+            return self.forward_blocks(team, hidden, step, size);
+        }
         let rotary = Rotary { angles: &self.angles, positions: step.positions };
         let kernel = self.kernel;
         let seconds = &mut self.seconds;
@@ -271,13 +289,9 @@ impl Decoder {
         self.normed.fit(tokens);
         self.attended.fit(tokens);
         self.gated.fit_gated(tokens);
-        for (buffer, size) in
-            [(&mut self.qkv, tokens * all), (&mut self.query, tokens * width), (&mut self.attention, tokens * width)]
-        {
-            if buffer.len() < size {
-                buffer.resize(size, 0.0);
-            }
-        }
+        self.qkv.fit(tokens * all);
+        self.query.fit(tokens * width);
+        self.attention.fit(tokens * width);
     }
 
     fn check<E: Element>(&mut self, hidden: &[f32], step: &Step<'_, E>) -> Result<(), String> {

@@ -63,7 +63,13 @@ pub(crate) unsafe fn finish(product: &Product<'_>, tile: Tile, sums: &[f32], str
                     let out = at.add((tile.row + row) * stride + tile.column);
                     let out = std::slice::from_raw_parts_mut(out, tile.columns);
                     match bias {
-                        None => out.copy_from_slice(&sums[..tile.columns]),
+                        None => {
+                            // Whole panels first: a copy of unknown length is a call.
+                            let (whole, rest) = out.as_chunks_mut::<COLUMNS>();
+                            let (from, last) = sums[..tile.columns].as_chunks::<COLUMNS>();
+                            whole.iter_mut().zip(from).for_each(|(o, s)| *o = *s);
+                            rest.copy_from_slice(last);
+                        }
                         Some(bias) => {
                             for ((o, s), b) in out.iter_mut().zip(sums).zip(bias) {
                                 *o = s + b;

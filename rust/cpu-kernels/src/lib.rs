@@ -5,6 +5,8 @@
 mod activations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx_rows;
 pub mod attention;
 #[cfg(target_arch = "x86_64")]
 mod attention_amx;
@@ -22,6 +24,7 @@ mod attention_task;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 pub mod decoder;
+mod decoder_blocks;
 mod epilogue;
 pub mod head;
 pub mod int8;
@@ -32,6 +35,7 @@ mod lines;
 pub mod packed;
 pub mod pages;
 pub mod product;
+mod room;
 mod screen;
 pub mod simd;
 pub mod team;

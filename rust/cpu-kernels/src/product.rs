@@ -228,6 +228,24 @@ impl Product<'_> {
         });
     }
 
+    /// Compute it on the calling thread, with the same bits as `run`: for rows that stay in the second cache.
+    ///
+    /// # Safety
+    /// As `run`.
+    pub unsafe fn run_here(&self, kernel: Kernel) {
+        if self.rows == 0 || self.weight.num_panels() == 0 {
+            return;
+        }
+        // SAFETY: the caller's.
+        unsafe {
+            match kernel {
+                #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+                Kernel::Amx | Kernel::AmxInt8 => crate::amx_rows::rows(self),
+                _ => self.block(kernel, Block { row: 0, rows: self.rows, panel: 0, panels: self.weight.num_panels() }),
+            }
+        }
+    }
+
     /// Compute some groups of panels, with the same bits as `run`.
     ///
     /// # Safety

@@ -144,6 +144,12 @@ pub fn norm(team: &Team, from: &[f32], weight: &[f32], eps: f32, count: usize, t
     tokens(team, count, weight.len(), &|a, b| unsafe { norm_tokens(from, weight, eps, a, b, to) });
 }
 
+/// As `norm`, of the tokens of `from` alone, on the calling thread; `to` begins with the first of them.
+pub fn norm_here(from: &[f32], weight: &[f32], eps: f32, to: Sink) {
+    // SAFETY: the sink was made for so many tokens of this size.
+    unsafe { norm_tokens(from, weight, eps, 0, from.len() / weight.len(), to) };
+}
+
 #[inline(always)]
 unsafe fn convert_body(from: &[f32], width: usize, first: usize, end: usize, to: Sink) {
     for token in first..end {
@@ -157,6 +163,12 @@ vectorised!(convert_tokens, (from: &[f32], width: usize, first: usize, end: usiz
 pub fn convert(team: &Team, from: &[f32], width: usize, count: usize, to: Sink) {
     // SAFETY: as in `norm`.
     tokens(team, count, width, &|a, b| unsafe { convert_tokens(from, width, a, b, to) });
+}
+
+/// As `convert`, of the tokens of `from` alone, on the calling thread; `to` begins with the first of them.
+pub fn convert_here(from: &[f32], width: usize, to: Sink) {
+    // SAFETY: as in `norm_here`.
+    unsafe { convert_tokens(from, width, 0, from.len() / width, to) };
 }
 
 /// What becomes of a layer's query, key and value projections.
@@ -195,7 +207,29 @@ impl Heads<'_> {
         let target = Target { query: query.as_mut_ptr(), storage: storage.as_mut_ptr() };
         let all = qkv.len() / slots.len().max(1);
         // SAFETY: the caller's; tokens of chunks are disjoint.
-        tokens(team, slots.len(), all, &|a, b| unsafe { heads_tokens(self, qkv, all, a, b, slots, pages, target) });
+        tokens(team, slots.len(), all, &|a, b| unsafe {
+            heads_tokens(self, &qkv[a * all..b * all], all, a, b, slots, pages, target);
+        });
+    }
+
+    /// As `rotate`, of the tokens of `qkv` alone, the first of which is token `first`, on the calling thread.
+    ///
+    /// # Safety
+    /// As `rotate`; `query` and `storage` as its slices, of which others write other tokens' places meanwhile.
+    pub unsafe fn rotate_here<E: Element>(
+        &self,
+        qkv: &[f32],
+        first: usize,
+        query: *mut f32,
+        slots: &[i32],
+        storage: *mut E,
+        pages: &LayerPages,
+    ) {
+        let dim = self.shape.head_dim;
+        let all = (self.shape.heads + 2 * self.shape.kv_heads) * dim;
+        let target = Target { query, storage };
+        // SAFETY: the caller's.
+        unsafe { heads_tokens(self, qkv, all, first, first + qkv.len() / all, slots, pages, target) };
     }
 }
 
@@ -223,7 +257,7 @@ unsafe fn heads_body<E: Element>(
     let width = heads.shape.heads * dim;
     let kv_width = heads.shape.kv_heads * dim;
     for token in first..end {
-        let row = &qkv[token * all..][..all];
+        let row = &qkv[(token - first) * all..][..all];
         let angles = heads.rotary.angles;
         let at = angles.dim * heads.rotary.positions[token] as usize;
         let (cos, sin) = (&angles.cos[at..][..angles.dim], &angles.sin[at..][..angles.dim]);

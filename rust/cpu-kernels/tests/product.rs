@@ -149,4 +149,35 @@ proptest! {
             }
         }
     }
+
+    #[test]
+    fn on_one_thread_the_same_bits(rows in 1usize..150, pairs in 1usize..12, k in 1usize..150, seed: u64, gelu: bool, with_bias: bool) {
+        let columns = pairs * 16;
+        let (x, gate, up) = (numbers(seed, rows * k), numbers(!seed, columns * k), numbers(seed ^ 5, columns * k));
+        // Gates far from zero on either side too.
+        let gate: Vec<f32> = gate.iter().enumerate().map(|(i, g)| if i / k % 7 == 0 { 64.0 * g } else { *g }).collect();
+        let bias = with_bias.then(|| numbers(seed ^ 9, 2 * columns));
+        let (team, input) = (Team::new(2), Input::new(&x, rows, k));
+        let activation = if gelu { Activation::GeluTanh } else { Activation::Silu };
+        for (kernel, stored_half) in kernels() {
+            let weight = Packed::new(&[&gate[..], &up[..]], k, stored_half, true).expect("memory").with_bias(bias.clone());
+            let results = [false, true].map(|here| {
+                let (mut gated, mut half) = (vec![0.0f32; rows * columns], vec![0u16; rows * columns]);
+                let (mut stored, mut added) = (vec![0.0f32; rows * 2 * columns], vec![1.0f32; rows * 2 * columns]);
+                for output in [
+                    Output::Gated { at: gated.as_mut_ptr(), stride: columns, activation },
+                    Output::GatedHalf { at: half.as_mut_ptr(), stride: columns, activation },
+                    Output::Store { at: stored.as_mut_ptr(), stride: 2 * columns },
+                    Output::Add { at: added.as_mut_ptr(), stride: 2 * columns },
+                ] {
+                    let product = Product { weight: &weight, input: input.rows(kernel), rows, output };
+                    // SAFETY: input and output are as large as the product says.
+                    unsafe { if here { product.run_here(kernel) } else { product.run(kernel, &team) } };
+                }
+                let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+                (bits(gated), half, bits(stored), bits(added))
+            });
+            prop_assert!(results[0] == results[1], "{kernel:?} {stored_half}");
+        }
+    }
 }

@@ -1,0 +1,296 @@
+//! Products of many rows in AMX tiles, by one thread: the rows stay in the second cache while the weights go past them
+//! once, a group of panels after the other. What is done with a tile of sums is done between the steps of the next tile,
+//! which the matrix unit computes meanwhile; the next group of panels is asked for ahead of time.
+//! Every sum is formed as in `amx.rs`, so both give the same bits.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+use crate::amx::{CONFIG, LINE_STRIDE};
+use crate::epilogue::{Tile, finish};
+use crate::int8::dequantise;
+use crate::packed::{COLUMNS, GROUP, Line, Number};
+use crate::product::{Activation, Output, Product, Rows};
+
+/// Rows and columns of a tile of sums: four of the processor's tiles.
+const SIDE: usize = 32;
+/// Panels of it.
+const PAIR: usize = SIDE / COLUMNS;
+
+#[repr(C, align(64))]
+struct Sums([f32; SIDE * SIDE]);
+
+/// Where one step's numbers are.
+struct Place {
+    upper: *const u8,
+    lower: *const u8,
+    stride: usize,
+    weights: *const Line,
+}
+
+/// A dtype's instruction.
+trait Dot {
+    /// Sums of 32 rows by 2 panels += one step of k.
+    unsafe fn step(place: &Place);
+}
+
+macro_rules! dot {
+    ($name:ident, $instruction:literal) => {
+        struct $name;
+
+        impl Dot for $name {
+            #[inline(always)]
+            unsafe fn step(place: &Place) {
+                // SAFETY: the caller's.
+                unsafe {
+                    asm!(
+                        "tileloadd tmm4, [{x} + {xs}]",
+                        "tileloaddt1 tmm6, [{w} + {ws}]",
+                        concat!($instruction, " tmm0, tmm4, tmm6"),
+                        "tileloaddt1 tmm7, [{w} + {ws} + 64]",
+                        concat!($instruction, " tmm1, tmm4, tmm7"),
+                        "tileloadd tmm5, [{y} + {xs}]",
+                        concat!($instruction, " tmm2, tmm5, tmm6"),
+                        concat!($instruction, " tmm3, tmm5, tmm7"),
+                        x = in(reg) place.upper, y = in(reg) place.lower, xs = in(reg) place.stride,
+                        w = in(reg) place.weights, ws = in(reg) LINE_STRIDE,
+                        options(nostack, readonly, preserves_flags),
+                    );
+                }
+            }
+        }
+    };
+}
+
+dot!(Half, "tdpbf16ps");
+dot!(Int8, "tdpbssd");
+
+/// # Safety
+/// As `Product::run`; the process may use AMX.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+pub(crate) unsafe fn rows(product: &Product<'_>) {
+    // SAFETY: the caller's.
+    unsafe {
+        match product.input {
+            Rows::Bf16 { at, stride } => match (product.output, &product.weight.bias) {
+                (Output::Store { .. }, None) => run::<Half, Store>(product, at.cast(), 2 * stride),
+                (Output::Add { .. }, None) => run::<Half, Add>(product, at.cast(), 2 * stride),
+                (Output::GatedHalf { activation: Activation::Silu, .. }, None) => {
+                    run::<Half, Silu>(product, at.cast(), 2 * stride);
+                }
+                _ => run::<Half, Any>(product, at.cast(), 2 * stride),
+            },
+            Rows::Int8 { at, stride, .. } => run::<Int8, Any>(product, at.cast(), stride),
+            Rows::F32 { .. } => unreachable!("it takes bfloat16 or int8"),
+        }
+    }
+}
+
+/// Lines to ask for, some at a time.
+struct Ahead {
+    at: *const Line,
+    left: usize,
+}
+
+impl Ahead {
+    #[inline(always)]
+    fn step(&mut self, count: usize) {
+        let count = count.min(self.left);
+        self.left -= count;
+        for _ in 0..count {
+            // SAFETY: a prefetch may name any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
+            self.at = self.at.wrapping_add(1);
+        }
+    }
+}
+
+/// What becomes of whole tiles of sums.
+trait End {
+    /// Of `count` rows from the tile's `first` on; the tile has all its columns.
+    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize);
+}
+
+/// As `finish` says.
+struct Any;
+/// The same for what a decoder's layers do, in intrinsics: it has to fit between the steps of the next tile.
+struct Store;
+struct Add;
+struct Silu;
+
+impl End for Any {
+    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+        // SAFETY: the caller's.
+        unsafe { any(product, tile, sums, first, count) }
+    }
+}
+
+#[inline(never)]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn any(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+    let some = Tile { row: tile.row + first, rows: count, ..tile };
+    let sums = &mut sums.0[first * SIDE..];
+    // SAFETY: the caller's.
+    unsafe {
+        if product.weight.number() == Number::Int8 {
+            dequantise(product, some, sums, SIDE, false);
+        }
+        finish(product, some, sums, SIDE);
+    }
+}
+
+impl End for Store {
+    #[inline(always)]
+    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+        let Output::Store { at, stride } = product.output else { unreachable!() };
+        for row in first..first + count {
+            // SAFETY: the caller's.
+            unsafe {
+                let (from, out) = (sums.0.as_ptr().add(row * SIDE), at.add((tile.row + row) * stride + tile.column));
+                for half in [0, COLUMNS] {
+                    _mm512_storeu_ps(out.add(half), _mm512_load_ps(from.add(half)));
+                }
+            }
+        }
+    }
+}
+
+impl End for Add {
+    #[inline(always)]
+    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+        let Output::Add { at, stride } = product.output else { unreachable!() };
+        for row in first..first + count {
+            // SAFETY: the caller's.
+            unsafe {
+                let (from, out) = (sums.0.as_ptr().add(row * SIDE), at.add((tile.row + row) * stride + tile.column));
+                for half in [0, COLUMNS] {
+                    let sum = _mm512_add_ps(_mm512_loadu_ps(out.add(half)), _mm512_load_ps(from.add(half)));
+                    _mm512_storeu_ps(out.add(half), sum);
+                }
+            }
+        }
+    }
+}
+
+impl End for Silu {
+    #[inline(always)]
+    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+        let Output::GatedHalf { at, stride, .. } = product.output else { unreachable!() };
+        for row in first..first + count {
+            // SAFETY: the caller's.
+            unsafe {
+                let from = sums.0.as_ptr().add(row * SIDE);
+                let gated = silu(_mm512_load_ps(from), _mm512_load_ps(from.add(COLUMNS)));
+                let out = at.add((tile.row + row) * stride + tile.column / 2);
+                _mm256_storeu_si256(out.cast(), halves(gated));
+            }
+        }
+    }
+}
+
+/// As `epilogue::halves`. NOTE: the processor's own conversion makes zeros of what is below the normal numbers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn halves(values: __m512) -> __m256i {
+    let bits = _mm512_castps_si512(values);
+    let high = _mm512_srli_epi32::<16>(bits);
+    let even = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), even);
+    let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+    let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+    _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), nan, quiet))
+}
+
+/// `silu(gate) * up`, the operations of `epilogue.rs` one by one.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn silu(gate: __m512, up: __m512) -> __m512 {
+    let all = |v: f32| _mm512_set1_ps(v);
+    let x = _mm512_sub_ps(_mm512_setzero_ps(), gate);
+    // In this order a NaN stays.
+    let x = _mm512_min_ps(all(88.0), _mm512_max_ps(all(-87.0), x));
+    let shifted = _mm512_add_ps(_mm512_mul_ps(x, all(std::f32::consts::LOG2_E)), all(12_582_912.0));
+    let n = _mm512_sub_ps(shifted, all(12_582_912.0));
+    let r = _mm512_fmadd_ps(n, all(-0.693_359_4), x);
+    let r = _mm512_fmadd_ps(n, all(2.121_944_4e-4), r);
+    let mut p = all(1.987_569_1e-4);
+    for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
+        p = _mm512_fmadd_ps(p, r, all(c));
+    }
+    let p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, all(1.0)));
+    let power = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x4B40_0000 - 127));
+    let e = _mm512_mul_ps(p, _mm512_castsi512_ps(_mm512_slli_epi32::<23>(power)));
+    _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(all(1.0), e)), up)
+}
+
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn run<D: Dot, T: End>(product: &Product<'_>, x: *const u8, stride: usize) {
+    let weight = product.weight;
+    let (lines, panels, rows) = (weight.steps(), weight.num_panels(), product.rows);
+    let steps = lines / 16;
+    let mut sums = [const { Sums([0.0; SIDE * SIDE]) }; 2];
+    // Rows of the last tile that are handed over at each step of the next; lines that are asked for at each step.
+    let each = SIDE.div_ceil(steps);
+    let tiles = rows.div_ceil(SIDE);
+    let asked = (lines * GROUP).div_ceil(steps * tiles * GROUP / PAIR);
+    // SAFETY: the caller's; rows are readable in whole tiles, panels are whole groups.
+    unsafe {
+        asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly));
+        let [mut now, mut last] = sums.each_mut();
+        let mut pending = Tile { row: 0, rows: 0, column: 0, columns: SIDE };
+        for strip in (0..panels).step_by(GROUP) {
+            let mut ahead = Ahead { at: weight.panel(strip).wrapping_add(lines * GROUP), left: 0 };
+            if strip + GROUP < panels {
+                ahead.left = lines * GROUP;
+            }
+            for row in (0..rows).step_by(SIDE) {
+                for panel in (strip..panels.min(strip + GROUP)).step_by(PAIR) {
+                    let tile = product.tile(row, SIDE.min(rows - row), panel, PAIR);
+                    let upper = x.add(row * stride);
+                    let mut place =
+                        Place { upper, lower: upper.add(16 * stride), stride, weights: weight.panel(panel) };
+                    let mut given = 0;
+                    asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
+                    for _ in 0..steps {
+                        D::step(&place);
+                        place.upper = place.upper.wrapping_add(64);
+                        place.lower = place.lower.wrapping_add(64);
+                        place.weights = place.weights.wrapping_add(16 * GROUP);
+                        ahead.step(asked);
+                        give::<T>(product, pending, last, given, each);
+                        given += each;
+                    }
+                    asm!(
+                        "tilestored [{out} + {os}], tmm0",
+                        "tilestored [{out} + {os} + 64], tmm1",
+                        "tilestored [{low} + {os}], tmm2",
+                        "tilestored [{low} + {os} + 64], tmm3",
+                        out = in(reg) now.0.as_mut_ptr(), low = in(reg) now.0.as_mut_ptr().add(16 * SIDE),
+                        os = in(reg) SIDE * 4, options(nostack, preserves_flags),
+                    );
+                    pending = tile;
+                    std::mem::swap(&mut now, &mut last);
+                }
+            }
+        }
+        asm!("tilerelease", options(nostack, nomem));
+        give::<T>(product, pending, last, 0, SIDE);
+    }
+}
+
+/// Hand over `count` rows of a tile of sums from its `first` on.
+#[inline(always)]
+unsafe fn give<T: End>(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+    if first >= tile.rows {
+        return;
+    }
+    let count = count.min(tile.rows - first);
+    // SAFETY: the caller's.
+    unsafe {
+        if tile.columns == SIDE {
+            T::give(product, tile, sums, first, count);
+        } else {
+            any(product, tile, sums, first, count);
+        }
+    }
+}
