@@ -172,7 +172,8 @@ impl Tasks {
 
 /// A writable slice that several tasks fill at disjoint places.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared(pub(crate) *mut f32);
+#[doc(hidden)]
+pub struct Shared(pub(crate) *mut f32);
 // SAFETY: each task writes only the outputs of its own tokens and heads (see `Prepared::run`).
 unsafe impl Send for Shared {}
 unsafe impl Sync for Shared {}

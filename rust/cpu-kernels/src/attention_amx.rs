@@ -2,69 +2,25 @@
 //!
 //! Scores are keys * queries^T: a tile's rows are sixteen keys where they stand in their page, and the queries are
 //! packed once a task. Weights come as tiles of [16 lanes, 32 keys], and values are interleaved by pairs of keys, as
-//! the second operand must be. The compiler has no stable intrinsics for tiles, hence the assembler; no code that it
-//! makes itself touches them.
+//! the second operand must be.
 
-use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use crate::attention::Shared;
 use crate::attention_avx512::{LANES, Line, Running, Shrink, transpose, weigh_half};
 use crate::attention_blocks::{Ahead, BLOCK, Block, TILE as TALL};
-use crate::attention_groups::Kernel;
+use crate::attention_few;
+use crate::attention_groups::{self, Kernel};
+use crate::attention_task::Task;
+use crate::tiles::{Configuration, ROW, configure, load, multiply, release, store, zero};
 
 /// The kernel; head sizes are multiples of 32.
 pub struct Tiles;
 
 /// Keys that one tile of weights holds; of scores a tile has `TALL`.
 const WIDE: usize = 32;
-/// Bytes of a tile's row, in tiles that are packed.
-const ROW: usize = 64;
-
-#[repr(C, align(64))]
-struct Configuration {
-    palette: u8,
-    start_row: u8,
-    reserved: [u8; 14],
-    row_bytes: [u16; 16],
-    rows: [u8; 16],
-}
-
-/// Eight tiles, all whole.
-static WHOLE: Configuration = {
-    let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
-    let mut i = 0;
-    while i < 8 {
-        row_bytes[i] = 64;
-        rows[i] = 16;
-        i += 1;
-    }
-    Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows }
-};
-
-macro_rules! zero {
-    ($tile:literal) => {
-        asm!(concat!("tilezero tmm", $tile), options(nomem, nostack, preserves_flags))
-    };
-}
-macro_rules! load {
-    ($tile:literal, $at:expr, $stride:expr) => {
-        asm!(concat!("tileloadd tmm", $tile, ", [{at} + {stride}]"), at = in(reg) $at, stride = in(reg) $stride,
-            options(readonly, nostack, preserves_flags))
-    };
-}
-macro_rules! store {
-    ($tile:literal, $at:expr) => {
-        asm!(concat!("tilestored [{at} + {stride}], tmm", $tile), at = in(reg) $at, stride = in(reg) ROW,
-            options(nostack, preserves_flags))
-    };
-}
-/// First += second * third.
-macro_rules! multiply {
-    ($sum:literal, $left:literal, $right:literal) => {
-        asm!(concat!("tdpbf16ps tmm", $sum, ", tmm", $left, ", tmm", $right), options(nomem, nostack, preserves_flags))
-    };
-}
+static WHOLE: Configuration = Configuration::new([16; 8]);
 
 impl Kernel<u16> for Tiles {
     const STEP: usize = WIDE;
@@ -78,14 +34,24 @@ impl Kernel<u16> for Tiles {
         (BLOCK / 2, BLOCK / TALL * dim / 32 + BLOCK / WIDE * dim / LANES)
     }
 
+    unsafe fn run(task: &Task<'_, u16>, after: Option<&Task<'_, u16>>, out: Shared) {
+        // SAFETY: the caller's.
+        unsafe {
+            if attention_few::fits(task) {
+                return attention_few::run(task, after, out);
+            }
+            attention_groups::run::<u16, Self>(task, after, out);
+        }
+    }
+
     unsafe fn begin() {
-        // SAFETY: the caller has AMX; the configuration is of palette 1.
-        unsafe { asm!("ldtilecfg [{at}]", at = in(reg) &raw const WHOLE, options(readonly, nostack, preserves_flags)) };
+        // SAFETY: the caller has AMX.
+        unsafe { configure(&WHOLE) };
     }
 
     unsafe fn end() {
-        // SAFETY: as above. Empty tiles cost the system nothing to keep.
-        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
+        // SAFETY: as above.
+        unsafe { release() };
     }
 
     unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line) {
@@ -113,7 +79,7 @@ impl Kernel<u16> for Tiles {
     }
 
     unsafe fn weigh(scores: *mut Line, n: usize, factor: f32, running: &mut Running) -> Shrink {
-        unsafe { weigh_half(scores, n, factor, running, scores.add(BLOCK)) }
+        unsafe { weigh_half(scores, n, factor, running, scores.add(BLOCK), || ()) }
     }
 
     unsafe fn absorb(
@@ -141,7 +107,7 @@ impl Kernel<u16> for Tiles {
 
 /// Sixteen queries as tiles of [16 pairs of numbers, lanes, 2].
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line) {
+pub(crate) unsafe fn pack(queries: &[*const f32; LANES], dim: usize, packed: *mut Line) {
     for d in (0..dim).step_by(32) {
         // SAFETY: the caller's; the transmuted are 64 bytes without invalid patterns.
         unsafe {
@@ -244,7 +210,7 @@ unsafe fn scores(packed: *const Line, blocks: &[Block<u16>], dim: usize, out: *m
 
 /// Multiply what stands in the sums by what the maxima's growth asks for.
 #[target_feature(enable = "avx512f")]
-unsafe fn dampen(sums: *mut Line, dim: usize, shrink: __m512, lanes: &Range<usize>) {
+pub(crate) unsafe fn dampen(sums: *mut Line, dim: usize, shrink: __m512, lanes: &Range<usize>) {
     let mut factors = Line([0.0; LANES]);
     // SAFETY: `sums` holds `dim` lines.
     unsafe {

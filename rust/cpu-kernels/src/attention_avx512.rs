@@ -123,7 +123,8 @@ pub unsafe fn weigh(scores: *mut Line, n: usize, factor: f32, running: &mut Runn
     }
 }
 
-/// As `weigh`, rounded to bfloat16 and written to `weights` as tiles of [16 lanes, 32 keys]; `n` is a multiple of 32.
+/// As `weigh`, rounded to bfloat16 and written to `weights` as tiles of [16 lanes, 32 keys]; `n` is a multiple of 32. `tick`
+/// is called every four keys.
 ///
 /// # Safety
 /// AVX-512 with bfloat16; `scores` holds `n` lines, `weights` half as many; `factor` > 0.
@@ -134,6 +135,7 @@ pub unsafe fn weigh_half(
     factor: f32,
     running: &mut Running,
     weights: *mut Line,
+    mut tick: impl FnMut(),
 ) -> Shrink {
     let factor = _mm512_set1_ps(factor);
     // SAFETY: lines below `n` only; the transmuted are 64 bytes without invalid patterns.
@@ -144,6 +146,7 @@ pub unsafe fn weigh_half(
         for tile in 0..n / 32 {
             let mut pairs = [_mm512_setzero_si512(); 16];
             for (i, two) in pairs.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                tick();
                 for (k, (pair, sum)) in two.iter_mut().zip(&mut sums).enumerate() {
                     let at = scores.add(32 * tile + 4 * i + 2 * k).cast::<f32>();
                     let even = exp2(_mm512_fmsub_ps(_mm512_load_ps(at), factor, running.maximum));

@@ -27,6 +27,15 @@ pub trait Kernel<E> {
     fn lines(dim: usize) -> [usize; 3];
     /// Steps of `Ahead` in a whole block: those of `take_values`, and those of `scores` and `absorb`, both of one KV head.
     fn steps(dim: usize) -> (usize, usize);
+    /// A whole task, as `run` or in a way of its own; safe where `run` is.
+    unsafe fn run(task: &Task<'_, E>, after: Option<&Task<'_, E>>, out: Shared)
+    where
+        Self: Sized,
+        E: Stored,
+    {
+        // SAFETY: the caller's.
+        unsafe { run::<E, Self>(task, after, out) }
+    }
     /// Before a task, and after it.
     unsafe fn begin();
     unsafe fn end();
@@ -64,22 +73,22 @@ pub trait Kernel<E> {
 }
 
 /// Sixteen lanes of queries, and how far they are.
-struct Group {
+pub(crate) struct Group {
     /// The first of its KV heads, counted from the task's first, and how many there are.
-    head: usize,
-    heads: usize,
+    pub head: usize,
+    pub heads: usize,
     /// Of each of them these (token, head) pairs, one lane each.
-    pairs: Range<usize>,
+    pub pairs: Range<usize>,
     /// Its queries and sums of its first KV head stand here, those of the others behind.
     place: usize,
-    sight: Sight,
-    running: Running,
+    pub sight: Sight,
+    pub running: Running,
 }
 
 impl Group {
     /// All groups of a task, `share` KV heads in each as long as there are so many.
     #[target_feature(enable = "avx512f")]
-    fn all<E: Stored>(task: &Task<'_, E>, share: usize) -> Vec<Self> {
+    pub fn all<E: Stored>(task: &Task<'_, E>, share: usize) -> Vec<Self> {
         let pairs = (task.end - task.start) * task.group;
         let mut groups = Vec::with_capacity(pairs.div_ceil(LANES) * task.span.div_ceil(share));
         let mut place = 0;
@@ -100,7 +109,7 @@ impl Group {
     }
 
     /// The lanes of its `h`th KV head.
-    fn lanes(&self, h: usize) -> Range<usize> {
+    pub fn lanes(&self, h: usize) -> Range<usize> {
         h * self.pairs.len()..(h + 1) * self.pairs.len()
     }
 }
@@ -214,7 +223,13 @@ pub unsafe fn run<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, after: Option<&Ta
 
 /// Write what a group has of its `h`th KV head.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn finish<E: Stored, K: Kernel<E>>(task: &Task<'_, E>, group: &Group, h: usize, sums: *const Line, out: Shared) {
+pub(crate) unsafe fn finish<E: Stored, K: Kernel<E>>(
+    task: &Task<'_, E>,
+    group: &Group,
+    h: usize,
+    sums: *const Line,
+    out: Shared,
+) {
     let (mut maximum, mut sum) = (Line([0.0; LANES]), Line([0.0; LANES]));
     // SAFETY: the caller's.
     unsafe {

@@ -9,7 +9,7 @@ use crate::attention_f32::Floats;
 use crate::pages::{Element, LayerPages};
 use crate::simd::{amx_ready, has_avx2, has_avx512};
 #[cfg(target_arch = "x86_64")]
-use crate::{attention_groups, avx2};
+use crate::{attention_groups, attention_groups::Kernel, avx2};
 
 /// Keys of one block: their scores stay in registers and the first cache.
 pub(crate) const KEYS: usize = 16;
@@ -54,7 +54,7 @@ impl Path {
 }
 
 /// One row, a tile of its query tokens, and some neighbouring KV heads. The sizes have been checked (`attention::check`).
-pub(crate) struct Task<'a, E> {
+pub struct Task<'a, E> {
     pub query: &'a [f32],
     pub heads: usize,
     pub group: usize,
@@ -79,7 +79,7 @@ impl<E: Stored> Task<'_, E> {
             // SAFETY: `Path::best` found the instructions, here and below.
             Path::Avx512 => unsafe { attention_groups::run::<E, Floats>(self, after, out) },
             #[cfg(target_arch = "x86_64")]
-            Path::Amx => unsafe { attention_groups::run::<E, E::Matrix>(self, after, out) },
+            Path::Amx => unsafe { E::Matrix::run(self, after, out) },
             _ => {
                 for head in 0..self.span {
                     let one = Task { kv_head: self.kv_head + head, span: 1, ..*self };

@@ -17,6 +17,8 @@ mod attention_blocks;
 #[cfg(target_arch = "x86_64")]
 mod attention_f32;
 #[cfg(target_arch = "x86_64")]
+mod attention_few;
+#[cfg(target_arch = "x86_64")]
 mod attention_groups;
 #[cfg(target_arch = "x86_64")]
 mod attention_sight;
@@ -39,4 +41,6 @@ mod room;
 mod screen;
 pub mod simd;
 pub mod team;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 mod token_ops;
