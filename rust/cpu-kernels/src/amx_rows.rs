@@ -1,4 +1,4 @@
-//! Products of many rows in AMX tiles, by one thread: the rows stay in the second cache while the weights go past them
+//! Products in AMX tiles, by one thread: the rows stay in the second cache while the weights go past them
 //! once, a group of panels after the other. What is done with a tile of sums is done between the steps of the next tile,
 //! which the matrix unit computes meanwhile; the next group of panels is asked for ahead of time.
 //! Every sum is formed as in `amx.rs`, so both give the same bits.
@@ -65,42 +65,59 @@ macro_rules! dot {
 dot!(Half, "tdpbf16ps");
 dot!(Int8, "tdpbssd");
 
+/// Which group of panels comes next; asked one ahead of the work.
+pub(crate) type Next<'a> = &'a mut dyn FnMut() -> Option<usize>;
+
+/// All rows of the groups of panels that `next` gives.
+///
 /// # Safety
 /// As `Product::run`; the process may use AMX.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-pub(crate) unsafe fn rows(product: &Product<'_>) {
+pub(crate) unsafe fn rows(product: &Product<'_>, next: Next<'_>) {
     // SAFETY: the caller's.
     unsafe {
         match product.input {
             Rows::Bf16 { at, stride } => match (product.output, &product.weight.bias) {
-                (Output::Store { .. }, None) => run::<Half, Store>(product, at.cast(), 2 * stride),
-                (Output::Add { .. }, None) => run::<Half, Add>(product, at.cast(), 2 * stride),
+                (Output::Store { .. }, None) => run::<Half, Store>(product, at.cast(), 2 * stride, next),
+                (Output::Add { .. }, None) => run::<Half, Add>(product, at.cast(), 2 * stride, next),
                 (Output::GatedHalf { activation: Activation::Silu, .. }, None) => {
-                    run::<Half, Silu>(product, at.cast(), 2 * stride);
+                    run::<Half, Silu>(product, at.cast(), 2 * stride, next);
                 }
-                _ => run::<Half, Any>(product, at.cast(), 2 * stride),
+                _ => run::<Half, Any>(product, at.cast(), 2 * stride, next),
             },
-            Rows::Int8 { at, stride, .. } => run::<Int8, Any>(product, at.cast(), stride),
+            Rows::Int8 { at, stride, .. } => run::<Int8, Any>(product, at.cast(), stride, next),
             Rows::F32 { .. } => unreachable!("it takes bfloat16 or int8"),
         }
     }
 }
 
-/// Lines to ask for, some at a time.
+/// The lines of a group of panels, to ask for some at a time: in four streams, which memory answers faster than one.
 struct Ahead {
     at: *const Line,
+    /// Of each stream, and of those left.
+    lines: usize,
+    stream: usize,
     left: usize,
 }
 
 impl Ahead {
+    fn new(product: &Product<'_>, group: Option<usize>) -> Self {
+        let lines = product.weight.steps();
+        let at = group.map_or(std::ptr::null(), |group| product.weight.panel(group * GROUP));
+        Self { at, lines, stream: 0, left: if group.is_some() { lines * GROUP } else { 0 } }
+    }
+
     #[inline(always)]
     fn step(&mut self, count: usize) {
         let count = count.min(self.left);
         self.left -= count;
         for _ in 0..count {
             // SAFETY: a prefetch may name any address.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
-            self.at = self.at.wrapping_add(1);
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.wrapping_add(self.stream * self.lines).cast()) };
+            self.stream += 1;
+            if self.stream == GROUP {
+                (self.stream, self.at) = (0, self.at.wrapping_add(1));
+            }
         }
     }
 }
@@ -224,7 +241,7 @@ fn silu(gate: __m512, up: __m512) -> __m512 {
 }
 
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn run<D: Dot, T: End>(product: &Product<'_>, x: *const u8, stride: usize) {
+unsafe fn run<D: Dot, T: End>(product: &Product<'_>, x: *const u8, stride: usize, next: Next<'_>) {
     let weight = product.weight;
     let (lines, panels, rows) = (weight.steps(), weight.num_panels(), product.rows);
     let steps = lines / 16;
@@ -238,11 +255,11 @@ unsafe fn run<D: Dot, T: End>(product: &Product<'_>, x: *const u8, stride: usize
         asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly));
         let [mut now, mut last] = sums.each_mut();
         let mut pending = Tile { row: 0, rows: 0, column: 0, columns: SIDE };
-        for strip in (0..panels).step_by(GROUP) {
-            let mut ahead = Ahead { at: weight.panel(strip).wrapping_add(lines * GROUP), left: 0 };
-            if strip + GROUP < panels {
-                ahead.left = lines * GROUP;
-            }
+        let mut group = next();
+        Ahead::new(product, group).step(lines * GROUP);
+        while let Some(strip) = group.map(|g| g * GROUP) {
+            group = next();
+            let mut ahead = Ahead::new(product, group);
             for row in (0..rows).step_by(SIDE) {
                 for panel in (strip..panels.min(strip + GROUP)).step_by(PAIR) {
                     let tile = product.tile(row, SIDE.min(rows - row), panel, PAIR);

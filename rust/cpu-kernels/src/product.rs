@@ -3,6 +3,9 @@
 //! Every output is one sum over k in order, whatever the number of rows: a row's result does not depend on its
 //! neighbours in the batch.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use crate::epilogue::Tile;
 use crate::packed::{COLUMNS, GROUP, Number, Packed};
 use crate::screen::Ranges;
@@ -189,6 +192,10 @@ pub struct Block {
 /// What should stay in the second cache.
 const CHUNK_BYTES: usize = 3 << 18;
 
+/// More rows than one tile has, up to as many as memory is slower than the products.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+const STREAMED: std::ops::RangeInclusive<usize> = 17..=128;
+
 impl Product<'_> {
     /// Compute it on the team.
     ///
@@ -199,6 +206,16 @@ impl Product<'_> {
         let panels = self.weight.num_panels();
         if self.rows == 0 || panels == 0 {
             return;
+        }
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if self.streams(kernel) {
+            // Each thread takes a group of panels before it begins the last one that it took, to ask for its memory.
+            let (groups, taken) = (panels.div_ceil(GROUP), AtomicUsize::new(0));
+            return team.run(team.size(), &|_| {
+                let mut next = || Some(taken.fetch_add(1, Ordering::Relaxed)).filter(|&group| group < groups);
+                // SAFETY: groups are taken once, the rest is the caller's promise.
+                unsafe { crate::amx_rows::rows(self, &mut next) };
+            });
         }
         // Chunks small enough to share out, large enough to be worth claiming, in whole groups of panels. What a chunk goes
         // through again and again should stay in the second cache: its weights or its activations.
@@ -228,6 +245,13 @@ impl Product<'_> {
         });
     }
 
+    /// Whether it is reading the weights that takes the time, all rows staying in the caches.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    fn streams(&self, kernel: Kernel) -> bool {
+        let whole = !matches!(self.output, Output::Best { .. } | Output::Ranges(_)); // of a group of panels
+        whole && matches!(kernel, Kernel::Amx | Kernel::AmxInt8) && STREAMED.contains(&self.rows)
+    }
+
     /// Compute it on the calling thread, with the same bits as `run`: for rows that stay in the second cache.
     ///
     /// # Safety
@@ -240,7 +264,10 @@ impl Product<'_> {
         unsafe {
             match kernel {
                 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-                Kernel::Amx | Kernel::AmxInt8 => crate::amx_rows::rows(self),
+                Kernel::Amx | Kernel::AmxInt8 => {
+                    let mut groups = 0..self.weight.num_panels().div_ceil(GROUP);
+                    crate::amx_rows::rows(self, &mut || groups.next());
+                }
                 _ => self.block(kernel, Block { row: 0, rows: self.rows, panel: 0, panels: self.weight.num_panels() }),
             }
         }
