@@ -21,7 +21,7 @@ use crate::{
 
 /// Query tokens of one tile, and at least so many (token, head) pairs, for what is done once for a block of keys.
 const TILE: usize = 16;
-const TILE_PAIRS: usize = 64;
+const TILE_PAIRS: usize = 192;
 /// (token, head) pairs of a row and KV head up to which all KV heads may make one task.
 const FEW_PAIRS: usize = 32;
 /// What such a task takes, in hundredths of its KV heads' own tasks (measured: 60 to 70).
