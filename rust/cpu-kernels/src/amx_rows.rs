@@ -13,7 +13,7 @@ use crate::packed::{COLUMNS, GROUP, Line, Number};
 use crate::product::{Activation, Output, Product, Rows};
 
 /// Rows and columns of a tile of sums: four of the processor's tiles.
-const SIDE: usize = 32;
+pub(crate) const SIDE: usize = 32;
 /// Panels of it.
 const PAIR: usize = SIDE / COLUMNS;
 
@@ -65,6 +65,19 @@ macro_rules! dot {
 dot!(Half, "tdpbf16ps");
 dot!(Int8, "tdpbssd");
 
+/// As `rows`, of all groups of a product of bfloat16 whose output is `end`; columns are whole tiles of `end`.
+///
+/// # Safety
+/// As `rows`; what `end` asks for.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
+pub(crate) unsafe fn rows_to<T: End>(product: &Product<'_>, end: &T) {
+    let Rows::Bf16 { at, stride } = product.input else { unreachable!("it takes bfloat16") };
+    assert!(product.weight.columns.is_multiple_of(T::TILES * SIDE), "whole tiles");
+    let mut groups = 0..product.weight.num_panels().div_ceil(GROUP);
+    // SAFETY: the caller's.
+    unsafe { run::<Half, T>(product, at.cast(), 2 * stride, &mut || groups.next(), end) }
+}
+
 /// Which group of panels comes next; asked one ahead of the work.
 pub(crate) type Next<'a> = &'a mut dyn FnMut() -> Option<usize>;
 
@@ -78,14 +91,14 @@ pub(crate) unsafe fn rows(product: &Product<'_>, next: Next<'_>) {
     unsafe {
         match product.input {
             Rows::Bf16 { at, stride } => match (product.output, &product.weight.bias) {
-                (Output::Store { .. }, None) => run::<Half, Store>(product, at.cast(), 2 * stride, next),
-                (Output::Add { .. }, None) => run::<Half, Add>(product, at.cast(), 2 * stride, next),
+                (Output::Store { .. }, None) => run::<Half, _>(product, at.cast(), 2 * stride, next, &Store),
+                (Output::Add { .. }, None) => run::<Half, _>(product, at.cast(), 2 * stride, next, &Add),
                 (Output::GatedHalf { activation: Activation::Silu, .. }, None) => {
-                    run::<Half, Silu>(product, at.cast(), 2 * stride, next);
+                    run::<Half, _>(product, at.cast(), 2 * stride, next, &Silu);
                 }
-                _ => run::<Half, Any>(product, at.cast(), 2 * stride, next),
+                _ => run::<Half, _>(product, at.cast(), 2 * stride, next, &Any),
             },
-            Rows::Int8 { at, stride, .. } => run::<Int8, Any>(product, at.cast(), stride, next),
+            Rows::Int8 { at, stride, .. } => run::<Int8, _>(product, at.cast(), stride, next, &Any),
             Rows::F32 { .. } => unreachable!("it takes bfloat16 or int8"),
         }
     }
@@ -123,9 +136,11 @@ impl Ahead {
 }
 
 /// What becomes of whole tiles of sums.
-trait End {
-    /// Of `count` rows from the tile's `first` on; the tile has all its columns.
-    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize);
+pub(crate) trait End {
+    /// Tiles that stand side by side and are handed over together: one or two.
+    const TILES: usize;
+    /// Of `count` rows from the tile's `first` on; the tile has all its columns, the sums are `TILES` of [32, 32].
+    unsafe fn give(&self, product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize);
 }
 
 /// As `finish` says.
@@ -136,7 +151,9 @@ struct Add;
 struct Silu;
 
 impl End for Any {
-    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+    const TILES: usize = 1;
+
+    unsafe fn give(&self, product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize) {
         // SAFETY: the caller's.
         unsafe { any(product, tile, sums, first, count) }
     }
@@ -144,11 +161,11 @@ impl End for Any {
 
 #[inline(never)]
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn any(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+unsafe fn any(product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize) {
     let some = Tile { row: tile.row + first, rows: count, ..tile };
-    let sums = &mut sums.0[first * SIDE..];
     // SAFETY: the caller's.
     unsafe {
+        let sums = std::slice::from_raw_parts_mut(sums.add(first * SIDE), count * SIDE);
         if product.weight.number() == Number::Int8 {
             dequantise(product, some, sums, SIDE, false);
         }
@@ -157,13 +174,15 @@ unsafe fn any(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, 
 }
 
 impl End for Store {
+    const TILES: usize = 1;
+
     #[inline(always)]
-    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+    unsafe fn give(&self, product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize) {
         let Output::Store { at, stride } = product.output else { unreachable!() };
         for row in first..first + count {
             // SAFETY: the caller's.
             unsafe {
-                let (from, out) = (sums.0.as_ptr().add(row * SIDE), at.add((tile.row + row) * stride + tile.column));
+                let (from, out) = (sums.add(row * SIDE), at.add((tile.row + row) * stride + tile.column));
                 for half in [0, COLUMNS] {
                     _mm512_storeu_ps(out.add(half), _mm512_load_ps(from.add(half)));
                 }
@@ -173,13 +192,15 @@ impl End for Store {
 }
 
 impl End for Add {
+    const TILES: usize = 1;
+
     #[inline(always)]
-    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+    unsafe fn give(&self, product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize) {
         let Output::Add { at, stride } = product.output else { unreachable!() };
         for row in first..first + count {
             // SAFETY: the caller's.
             unsafe {
-                let (from, out) = (sums.0.as_ptr().add(row * SIDE), at.add((tile.row + row) * stride + tile.column));
+                let (from, out) = (sums.add(row * SIDE), at.add((tile.row + row) * stride + tile.column));
                 for half in [0, COLUMNS] {
                     let sum = _mm512_add_ps(_mm512_loadu_ps(out.add(half)), _mm512_load_ps(from.add(half)));
                     _mm512_storeu_ps(out.add(half), sum);
@@ -190,13 +211,15 @@ impl End for Add {
 }
 
 impl End for Silu {
+    const TILES: usize = 1;
+
     #[inline(always)]
-    unsafe fn give(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+    unsafe fn give(&self, product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize) {
         let Output::GatedHalf { at, stride, .. } = product.output else { unreachable!() };
         for row in first..first + count {
             // SAFETY: the caller's.
             unsafe {
-                let from = sums.0.as_ptr().add(row * SIDE);
+                let from = sums.add(row * SIDE);
                 let gated = silu(_mm512_load_ps(from), _mm512_load_ps(from.add(COLUMNS)));
                 let out = at.add((tile.row + row) * stride + tile.column / 2);
                 _mm256_storeu_si256(out.cast(), halves(gated));
@@ -208,7 +231,7 @@ impl End for Silu {
 /// As `epilogue::halves`. NOTE: the processor's own conversion makes zeros of what is below the normal numbers.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn halves(values: __m512) -> __m256i {
+pub(crate) fn halves(values: __m512) -> __m256i {
     let bits = _mm512_castps_si512(values);
     let high = _mm512_srli_epi32::<16>(bits);
     let even = _mm512_and_si512(high, _mm512_set1_epi32(1));
@@ -241,71 +264,79 @@ fn silu(gate: __m512, up: __m512) -> __m512 {
 }
 
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn run<D: Dot, T: End>(product: &Product<'_>, x: *const u8, stride: usize, next: Next<'_>) {
+unsafe fn run<D: Dot, T: End>(product: &Product<'_>, x: *const u8, stride: usize, next: Next<'_>, end: &T) {
     let weight = product.weight;
     let (lines, panels, rows) = (weight.steps(), weight.num_panels(), product.rows);
     let steps = lines / 16;
-    let mut sums = [const { Sums([0.0; SIDE * SIDE]) }; 2];
+    let mut sums = [const { Sums([0.0; SIDE * SIDE]) }; 4];
     // Rows of the last tile that are handed over at each step of the next; lines that are asked for at each step.
-    let each = SIDE.div_ceil(steps);
+    let each = SIDE.div_ceil(steps * T::TILES);
     let tiles = rows.div_ceil(SIDE);
     let asked = (lines * GROUP).div_ceil(steps * tiles * GROUP / PAIR);
     // SAFETY: the caller's; rows are readable in whole tiles, panels are whole groups.
     unsafe {
         asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly));
-        let [mut now, mut last] = sums.each_mut();
-        let mut pending = Tile { row: 0, rows: 0, column: 0, columns: SIDE };
+        let (mut now, mut last) = (sums[0].0.as_mut_ptr(), sums[T::TILES].0.as_mut_ptr());
+        let mut pending = Tile { row: 0, rows: 0, column: 0, columns: T::TILES * SIDE };
         let mut group = next();
         Ahead::new(product, group).step(lines * GROUP);
         while let Some(strip) = group.map(|g| g * GROUP) {
             group = next();
             let mut ahead = Ahead::new(product, group);
             for row in (0..rows).step_by(SIDE) {
-                for panel in (strip..panels.min(strip + GROUP)).step_by(PAIR) {
-                    let tile = product.tile(row, SIDE.min(rows - row), panel, PAIR);
-                    let upper = x.add(row * stride);
-                    let mut place =
-                        Place { upper, lower: upper.add(16 * stride), stride, weights: weight.panel(panel) };
+                for panel in (strip..panels.min(strip + GROUP)).step_by(T::TILES * PAIR) {
+                    let tile = product.tile(row, SIDE.min(rows - row), panel, T::TILES * PAIR);
                     let mut given = 0;
-                    asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
-                    for _ in 0..steps {
-                        D::step(&place);
-                        place.upper = place.upper.wrapping_add(64);
-                        place.lower = place.lower.wrapping_add(64);
-                        place.weights = place.weights.wrapping_add(16 * GROUP);
-                        ahead.step(asked);
-                        give::<T>(product, pending, last, given, each);
-                        given += each;
+                    for at in 0..T::TILES {
+                        let (upper, weights) = (x.add(row * stride), weight.panel(panel + at * PAIR));
+                        let mut place = Place { upper, lower: upper.add(16 * stride), stride, weights };
+                        asm!(
+                            "tilezero tmm0",
+                            "tilezero tmm1",
+                            "tilezero tmm2",
+                            "tilezero tmm3",
+                            options(nostack, nomem)
+                        );
+                        for _ in 0..steps {
+                            D::step(&place);
+                            place.upper = place.upper.wrapping_add(64);
+                            place.lower = place.lower.wrapping_add(64);
+                            place.weights = place.weights.wrapping_add(16 * GROUP);
+                            ahead.step(asked);
+                            give(end, product, pending, last, given, each);
+                            given += each;
+                        }
+                        let out = now.add(at * SIDE * SIDE);
+                        asm!(
+                            "tilestored [{out} + {os}], tmm0",
+                            "tilestored [{out} + {os} + 64], tmm1",
+                            "tilestored [{low} + {os}], tmm2",
+                            "tilestored [{low} + {os} + 64], tmm3",
+                            out = in(reg) out, low = in(reg) out.add(16 * SIDE), os = in(reg) SIDE * 4,
+                            options(nostack, preserves_flags),
+                        );
                     }
-                    asm!(
-                        "tilestored [{out} + {os}], tmm0",
-                        "tilestored [{out} + {os} + 64], tmm1",
-                        "tilestored [{low} + {os}], tmm2",
-                        "tilestored [{low} + {os} + 64], tmm3",
-                        out = in(reg) now.0.as_mut_ptr(), low = in(reg) now.0.as_mut_ptr().add(16 * SIDE),
-                        os = in(reg) SIDE * 4, options(nostack, preserves_flags),
-                    );
                     pending = tile;
                     std::mem::swap(&mut now, &mut last);
                 }
             }
         }
         asm!("tilerelease", options(nostack, nomem));
-        give::<T>(product, pending, last, 0, SIDE);
+        give(end, product, pending, last, 0, SIDE);
     }
 }
 
 /// Hand over `count` rows of a tile of sums from its `first` on.
 #[inline(always)]
-unsafe fn give<T: End>(product: &Product<'_>, tile: Tile, sums: &mut Sums, first: usize, count: usize) {
+unsafe fn give<T: End>(end: &T, product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize) {
     if first >= tile.rows {
         return;
     }
     let count = count.min(tile.rows - first);
     // SAFETY: the caller's.
     unsafe {
-        if tile.columns == SIDE {
-            T::give(product, tile, sums, first, count);
+        if tile.columns == T::TILES * SIDE {
+            end.give(product, tile, sums, first, count);
         } else {
             any(product, tile, sums, first, count);
         }

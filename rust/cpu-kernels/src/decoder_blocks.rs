@@ -136,6 +136,13 @@ impl Decoder {
                 token_ops::norm_here(hidden, &layer.attention_norm, shape.eps, Sink::Bf16 { at: normed, stride });
                 let output = Output::Store { at: qkv, stride: all };
                 let input = Rows::Bf16 { at: normed, stride };
+                #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+                if crate::amx_heads::fits::<E>(shape, layer, &rotary) {
+                    let (query, slots, storage) = (shared.query, step.slots, shared.storage.cast());
+                    let end = crate::amx_heads::IntoHeads { shape, rotary, first, query, slots, storage, pages };
+                    crate::amx_rows::rows_to(&Product { weight: &layer.qkv, input, rows, output }, &end);
+                    continue;
+                }
                 Product { weight: &layer.qkv, input, rows, output }.run_here(self.kernel);
                 let qkv = std::slice::from_raw_parts(qkv, rows * all);
                 heads.rotate_here(qkv, first, shared.query, step.slots, shared.storage, pages);
