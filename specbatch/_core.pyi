@@ -38,7 +38,9 @@ __all__ = [
     "StepBuffers",
     "StepInfo",
     "__version__",
+    "accept_drafts",
     "cpu_attention",
+    "cpu_draft",
     "cpu_write_kv",
     "find_ngram",
 ]
@@ -387,3 +389,34 @@ class CpuDecoder:
     def weight_bytes(self) -> int: ...
     @property
     def threads(self) -> int: ...
+
+def cpu_draft(
+    decoder: CpuDecoder,
+    *,
+    embedding: NDArray[np.float32] | NDArray[np.uint16],  # [vocab, hidden]
+    limit: int,  # tokens from here on are never proposed
+    storage: NDArray[np.float32] | NDArray[np.uint16],
+    pages: list[CpuLayerPages],
+    draft_input_ids: NDArray[np.int32],  # [T] as in StepBuffers, cut to the step
+    draft_positions: NDArray[np.int32],  # [T]
+    draft_slot_mapping: NDArray[np.int32],  # [T]
+    draft_query_start_loc: NDArray[np.int32],  # [R + 1]
+    draft_seq_lens: NDArray[np.int32],  # [R]
+    draft_block_tables: NDArray[np.int32],  # [R, Pd]
+    num_draft_tokens: NDArray[np.int32],  # [R] drafts a row wants
+    query_start_loc: NDArray[np.int32],  # [R + 1] packed range of each row in input_ids
+    input_ids: NDArray[np.int32],  # [T] drafts are written behind each row's first token
+) -> None:
+    """The greedy drafts of a step, pass after pass. ValueError names what does not fit; drafts may be written in part then."""
+
+def accept_drafts(
+    best: NDArray[np.int32],  # [T] the target's token after each packed token, -1: none
+    input_ids: NDArray[np.int32],  # [T]
+    query_start_loc: NDArray[np.int32],  # [R + 1]
+    num_draft: NDArray[np.int32],  # [R] drafts really proposed
+    width: int,  # the most tokens a row may commit
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """token_ids [R, width] (-1 past a row's count) and num_sampled [R], as specbatch.engine.rejection.verify_coupled.
+
+    ValueError when the arrays do not fit together.
+    """

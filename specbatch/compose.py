@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from specbatch.control.cost_model import AffineCost, CostCache, StepCost, roofli
 from specbatch.control.profiler import profile
 from specbatch.control.records import METHOD_DRAFT, METHOD_NGRAM, METHOD_NONE
 from specbatch.engine.engine import Engine
+from specbatch.engine.host_cost import host_seconds
 from specbatch.engine.parts import EngineParts, build_parts
 from specbatch.engine.plan import DEFAULT_K, EnginePlan, plan_engine
 from specbatch.engine.profiling import StepMeasure
@@ -99,6 +101,7 @@ def step_costs(options: EngineOptions, parts: EngineParts, say: Say | None = Non
         with_draft=parts.speculator is not None,
         progress=say,
     )
+    measured = replace(measured, host_seconds=host_seconds(parts, measured.target))
     try:
         cache.store(key, measured)
     except OSError as error:

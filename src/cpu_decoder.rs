@@ -102,6 +102,12 @@ pub struct CpuDecoder {
     team: Arc<Team>,
 }
 
+impl CpuDecoder {
+    pub(crate) fn parts(&mut self) -> (&mut Decoder, &Team) {
+        (&mut self.decoder, &self.team)
+    }
+}
+
 #[pymethods]
 impl CpuDecoder {
     #[new]

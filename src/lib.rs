@@ -5,6 +5,7 @@
 mod acceptance;
 mod arrays;
 mod cpu_decoder;
+mod cpu_drafts;
 mod cpu_kernels;
 mod finished;
 mod ngram;
@@ -49,6 +50,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(ngram::find_ngram, module)?)?;
     module.add_class::<cpu_decoder::CpuDecoder>()?;
     module.add_class::<cpu_kernels::CpuLayerPages>()?;
+    module.add_function(wrap_pyfunction!(cpu_drafts::cpu_draft, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_drafts::accept_drafts, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_kernels::cpu_write_kv, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_kernels::cpu_attention, module)?)?;
     Ok(())

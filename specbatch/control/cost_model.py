@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from specbatch.cache import write_whole
 
-FORMAT = 1
+FORMAT = 2
 
 
 class StepCost(Protocol):
@@ -32,6 +32,10 @@ class StepCost(Protocol):
 
     def draft(self, rows: float, tokens: float, context: float) -> float:
         """One pass of the draft model; 0 where there is none."""
+        ...
+
+    def host(self, rows: float) -> float:
+        """What a decode step takes beside its passes, where that is known apart."""
         ...
 
     def to_json(self) -> dict[str, Any]: ...
@@ -62,6 +66,9 @@ class AffineCost:
 
     def draft(self, rows: float, tokens: float, context: float) -> float:
         return self.draft_model(rows, tokens, context) if self.draft_model is not None else 0.0
+
+    def host(self, rows: float) -> float:
+        return 0.0  # it is in the target's base
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -157,6 +164,7 @@ class GridCost:
     target_surface: Surface
     draft_surface: Surface | None = None
     source: str = "profile"
+    host_seconds: tuple[tuple[float, float], ...] = ()  # (rows, seconds beside the passes), rows ascending
 
     def target(self, rows: float, tokens: float, context: float) -> float:
         return self.target_surface(rows, tokens, context)
@@ -164,12 +172,20 @@ class GridCost:
     def draft(self, rows: float, tokens: float, context: float) -> float:
         return self.draft_surface(rows, tokens, context) if self.draft_surface is not None else 0.0
 
+    def host(self, rows: float) -> float:
+        if not self.host_seconds:
+            return 0.0
+        known, seconds = zip(*self.host_seconds, strict=True)
+        i, u = _place(list(known), rows)
+        return float(_mix(list(seconds), i, min(u, 1.0)))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": "grid",
             "source": self.source,
             "target": self.target_surface.to_json(),
             "draft": self.draft_surface.to_json() if self.draft_surface is not None else None,
+            "host": [list(point) for point in self.host_seconds],
         }
 
 
@@ -179,7 +195,8 @@ def cost_from_json(data: Mapping[str, Any]) -> AffineCost | GridCost:
     if data["kind"] == "affine":
         return AffineCost(Affine(**data["target"]), Affine(**draft) if draft is not None else None, data["source"])
     if data["kind"] == "grid":
-        return GridCost(Surface(**data["target"]), Surface(**draft) if draft is not None else None, data["source"])
+        host = tuple((float(rows), float(seconds)) for rows, seconds in data["host"])
+        return GridCost(Surface(**data["target"]), Surface(**draft) if draft is not None else None, data["source"], host)
     raise ValueError(f"unknown kind of cost model: {data['kind']!r}")
 
 

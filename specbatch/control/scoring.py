@@ -194,15 +194,16 @@ def step_parts(cost: StepCost, rows: float, tokens: float, context: float, passe
     one = cost.target(1.0, 1.0, 1.0)
     bare = cost.target(rows, tokens, rows)
     full = cost.target(rows, tokens, max(context, rows))
-    drafting = sum(passes.values())
     draft = 0.0
-    if drafting:
+    if passes:
         per_row = context / max(rows, 1.0)
-        for j in range(max(passes)):
-            live = sum(r for k, r in passes.items() if k > j)
-            draft += cost.draft(live, live, live * per_row)
+        done = 0
+        for k in sorted(passes):  # passes over the same rows cost the same
+            live = sum(r for many, r in passes.items() if many >= k)
+            draft += (k - done) * cost.draft(live, live, live * per_row) if live else 0.0
+            done = k
     fixed = min(one, bare)
-    return Parts(fixed, max(bare - fixed, 0.0), max(full - bare, 0.0), draft)
+    return Parts(fixed + cost.host(rows), max(bare - fixed, 0.0), max(full - bare, 0.0), draft)
 
 
 def draft_prefill_seconds(cost: StepCost, rows: float = 1.0, context: float = 0.0) -> float:

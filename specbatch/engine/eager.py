@@ -109,9 +109,15 @@ class EagerSteps:
         if info.num_draft_tokens == 0 and info.num_tokens == count:
             ones = np.ones(count, np.int32)
             return StepOutcome(best.numpy()[:, None], ones, np.zeros(count, np.int32), draft_seconds=draft_seconds)
-        ids, starts = self.arrays.device["input_ids"][: info.num_tokens], self.arrays.device["query_start_loc"]
-        tokens, num_sampled = verify_coupled(best, ids, starts[: count + 1], num_draft, info.max_draft_tokens + 1)
-        return StepOutcome(tokens.numpy(), num_sampled.numpy(), num_draft.numpy(), draft_seconds=draft_seconds)
+        host, drafted = self.arrays.host, num_draft.numpy()  # models that choose run on a CPU: host and device are one
+        tokens, num_sampled = _core.accept_drafts(
+            best.numpy(),
+            host["input_ids"][: info.num_tokens],
+            host["query_start_loc"][: count + 1],
+            drafted,
+            info.max_draft_tokens + 1,
+        )
+        return StepOutcome(tokens, num_sampled, drafted, draft_seconds=draft_seconds)
 
     def _verify(
         self, info: StepInfo, logits: Tensor, params: RowParams, proposal: Proposal | None, num_draft: Tensor

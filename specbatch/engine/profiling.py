@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from specbatch.attention.backend import AttentionMetadata
 from specbatch.engine.graphs import CudaCapturer, Function, GraphRunner
 from specbatch.engine.model_runner import ModelRunner
 from specbatch.engine.parts import EngineParts
+
+
+PASSES = 4  # of a draft that runs them in one call, of which each is a part
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftStep:
+    """Sizes of a step that drafts; the part of StepInfo that PackedDecoder.draft reads."""
+
+    num_rows: int
+    num_tokens: int
+    draft_num_tokens: int
 
 
 class StepMeasure:
@@ -29,6 +43,8 @@ class StepMeasure:
         """Seconds of one pass with logits (and, for the target, the choice of tokens) of all packed tokens."""
         runner, block_size, limit = self._model(kind)
         context = max(min(context, limit), tokens_per_row)
+        if kind == "draft" and tokens_per_row == 1 and runner.model.packed is not None:
+            return self._draft_passes(runner, block_size, rows, min(context, limit - PASSES))
         ids, metadata = self._step(runner, block_size, rows, tokens_per_row, context)
         # A draft's first pass wants the logits of each row's last token only.
         wanted = torch.arange(rows * tokens_per_row, dtype=torch.int32, device=ids.device)
@@ -36,7 +52,10 @@ class StepMeasure:
             wanted = wanted[tokens_per_row - 1 :: tokens_per_row].contiguous()
 
         def run() -> None:
-            runner.forward(ids, metadata, wanted).argmax(dim=-1)
+            if runner.can_choose:  # as greedy rows go
+                runner.greedy(ids, metadata, wanted, runner.vocab_size)
+            else:
+                runner.forward(ids, metadata, wanted).argmax(dim=-1)
 
         shape = kind, rows, tokens_per_row, context
         graphs = self._graphs(shape, ids)
@@ -48,6 +67,29 @@ class StepMeasure:
         graphs.run(shape, run)
         self._synchronize()
         return time.perf_counter() - start
+
+    def _draft_passes(self, runner: ModelRunner, block_size: int, rows: int, context: int) -> float:
+        """Seconds of one of the passes of a packed draft, which go in one call, after the target had the caches."""
+        packed = runner.model.packed
+        assert packed is not None
+        ids, metadata = self._step(runner, block_size, rows, 1, context, room=PASSES)
+        each = np.arange(rows + 1, dtype=np.int32)
+        host = {
+            "draft_input_ids": ids.numpy(),
+            "draft_positions": metadata.positions.numpy(),
+            "draft_slot_mapping": metadata.slot_mapping.numpy(),
+            "draft_query_start_loc": each,
+            "draft_seq_lens": metadata.seq_lens.numpy(),
+            "draft_block_tables": metadata.block_tables.numpy(),
+            "num_draft_tokens": np.full(rows, PASSES, np.int32),
+            "query_start_loc": each * (PASSES + 1),
+            "input_ids": np.zeros(rows * (PASSES + 1), np.int32),
+        }
+        info = _DraftStep(rows, rows * (PASSES + 1), rows)
+        self("target", rows, 1, context)
+        start = time.perf_counter()
+        packed.draft(info, host, runner.vocab_size)
+        return (time.perf_counter() - start) / PASSES
 
     def _graphs(self, shape: tuple[str, int, int, int], ids: torch.Tensor) -> GraphRunner:
         """What runs a shape: a graph where the engine would use one, for decode steps."""
@@ -69,10 +111,11 @@ class StepMeasure:
         return runner, layout.draft_block_size, plan.draft_max_model_len
 
     def _step(
-        self, runner: ModelRunner, block_size: int, rows: int, tokens_per_row: int, context: int
+        self, runner: ModelRunner, block_size: int, rows: int, tokens_per_row: int, context: int, room: int = 0
     ) -> tuple[torch.Tensor, AttentionMetadata]:
+        """Made-up tokens at the end of `context` tokens a row, with pages for `room` tokens more."""
         device = self.parts.plan.device
-        pages = -(-context // block_size)
+        pages = -(-(context + room) // block_size)
         # Rows share pages where the pool is too small for all: times hardly differ, and nothing is kept.
         table = 1 + torch.arange(rows * pages, device=device) % (self.parts.plan.num_pages - 1)
         tables = table.view(rows, pages).to(torch.int32)

@@ -6,9 +6,9 @@ that it is the model's own is proved on loading, by comparing logits (engine/mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -89,6 +89,17 @@ class DecoderWeights:
     sin: NDArray[np.float32]
 
 
+class DraftSizes(Protocol):
+    """The part of specbatch._core.StepInfo that drafting reads."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def draft_num_tokens(self) -> int: ...
+
+
 class PackedDecoder:
     """Layers and head of a model; a ModelRunner binds it to its KV pages."""
 
@@ -97,6 +108,7 @@ class PackedDecoder:
         dtype that does not fit."""
         shape = weights.shape
         self._embedding = weights.embedding
+        self._embedding_bits = bits(weights.embedding)
         self._decoder = _core.CpuDecoder(
             hidden_size=shape.hidden_size,
             num_heads=shape.num_heads,
@@ -159,6 +171,30 @@ class PackedDecoder:
         out = torch.empty(indices.shape[0], dtype=torch.int32)
         self._decoder.best(hidden.numpy(), indices.int().numpy(), vocab, out.numpy())
         return out
+
+    def draft(self, info: DraftSizes, host: Mapping[str, NDArray[np.int32]], vocab: int) -> None:
+        """Greedy drafts of a step in one call, into `input_ids`: what as many calls of `hidden` and `greedy` would find.
+
+        `host`: the step's arrays by their names in StepBuffers; vocab: tokens from here on are never proposed.
+        """
+        assert self._storage is not None, "no pages are bound"
+        rows, tokens = info.num_rows, info.draft_num_tokens
+        _core.cpu_draft(
+            self._decoder,
+            embedding=self._embedding_bits,
+            limit=vocab,
+            storage=self._storage,
+            pages=self._pages,
+            draft_input_ids=host["draft_input_ids"][:tokens],
+            draft_positions=host["draft_positions"][:tokens],
+            draft_slot_mapping=host["draft_slot_mapping"][:tokens],
+            draft_query_start_loc=host["draft_query_start_loc"][: rows + 1],
+            draft_seq_lens=host["draft_seq_lens"][:rows],
+            draft_block_tables=host["draft_block_tables"][:rows],
+            num_draft_tokens=host["num_draft_tokens"][:rows],
+            query_start_loc=host["query_start_loc"][: rows + 1],
+            input_ids=host["input_ids"][: info.num_tokens],
+        )
 
 
 def module_weights(model: LoadedModel) -> DecoderWeights:

@@ -29,6 +29,7 @@ mod attention_task;
 mod avx2;
 pub mod decoder;
 mod decoder_blocks;
+pub mod drafts;
 mod epilogue;
 pub mod head;
 pub mod int8;
