@@ -65,7 +65,9 @@ __all__ = [
 
 
 MIN_INTERVAL, MAX_INTERVAL = 4, 32  # steps between evaluations
-CALM_SECONDS, BUSY_SECONDS = 0.15, 0.02  # and at least so long: an evaluation takes about a millisecond
+CALM_SHARE, BUSY_SHARE = 0.005, 0.02  # of the time, that evaluations may take: about a millisecond each
+PROBE_LOOK = 3  # steps between two looks at a probe
+EARLY = 4  # evaluations that come at the shortest interval whatever they take
 
 
 class Controller:
@@ -217,6 +219,8 @@ class Controller:
     ) -> ShardDecision:
         self.known.in_force(shard, state.arm)
         changed = state.arm != before[0]
+        if changed:
+            self._settled = False  # see soon what it brings
         candidates = tuple(
             Candidate(s.arm[0], s.arm[1], round(s.rows), s.tokens_per_row, s.seconds, s.rate)
             for s in sorted(scores.values(), key=lambda s: s.arm)
@@ -257,18 +261,19 @@ class Controller:
     def _schedule(self, observation: Observation) -> None:
         """When to look again: soon while young or near a change, else ever less often; at once if the batch shrinks."""
         step, known = observation.step, self.known
-        ends = [
-            step + max(s.probe_goal - known.arm_steps.get(s.arm, 0), 1)
+        ends = [  # of probes; steps of other kinds may come between
+            step + max(s.probe_goal - known.arm_steps.get(s.arm, 0), PROBE_LOOK)
             for s in self.states.values()
             if s.home is not None
         ]
         young = known.decode_steps < 48
         calm = self._settled and not young
         self._interval = min(self._interval * 2, MAX_INTERVAL) if calm else MIN_INTERVAL
-        least = (CALM_SECONDS if calm else BUSY_SECONDS) / known.step_seconds if known.step_seconds else 1.0
-        wait = max(self._interval, min(math.ceil(least), 4 * MAX_INTERVAL)) if known.decode_steps else 2
+        price = known.evaluation_seconds / known.step_seconds if known.step_seconds else 0.0  # in steps
+        least = 0 if self._evaluations <= EARLY else math.ceil(price / (CALM_SHARE if calm else BUSY_SHARE))
+        wait = max(self._interval, min(least, 4 * MAX_INTERVAL)) if known.decode_steps else 2
         self._next = min([step + wait, *ends])
-        self._soonest = step + 2
+        self._soonest = step + max(2, math.ceil(price / BUSY_SHARE / 2))
         running = max(observation.running, 1)
         self._low, self._high = running / 1.4, running * 1.4 + 1
 

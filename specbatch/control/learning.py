@@ -44,6 +44,7 @@ class Learner:
         self.decode_steps = 0
         self.arm_steps: dict[Arm, int] = {}  # decode steps by method and k
         self.step_seconds = 0.0  # of a recent decode step
+        self.evaluation_seconds = 0.0  # that a decision takes
         self.coverage = 1.0  # share of rows in draft mode that had a draft
         self.draft_prefill_factor = 1.0  # real over predicted seconds of catching up
         self.draft_probe_factor = 1.0  # the same of running the draft over produced tokens, logits and all
@@ -61,6 +62,9 @@ class Learner:
         self.lengths.add(observation.finished_rows, observation.finished_output_tokens)
         self.lengths.drain(observation)
         self.correction.advance()
+        if observation.policy_seconds > 0.0:
+            known = self.evaluation_seconds or observation.policy_seconds
+            self.evaluation_seconds = known + 0.3 * (min(observation.policy_seconds, 3.0 * known) - known)
         for stats in observation.steps:
             self._learn_steps(stats)
         self._learn_coverage(observation, modes)

@@ -18,6 +18,7 @@ from specbatch.control.situation import Situation
 
 MOST_PROBED_ROWS = 32
 COST_STEPS = 3  # steps that tell what a mode costs
+LOOKS = 2.0  # evaluations that a trial takes beside those there would be
 LOOK_SECONDS = 1e-3  # of the host, for each step of a look-up's trial: it takes several until one has drafts
 PASS_FIRST = 0.5  # rounds known of a draft, below which a pass comes before a trial ...
 LONG_STEP = 0.003  # ... where steps take at least these seconds
@@ -96,7 +97,7 @@ class Prober:
             if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
                 ways = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * rows * now.context
             steps = min(most, COST_STEPS) if cost_only else most
-            loss = max(1.0 - math.exp(gain), 0.0) * steps * incumbent.seconds + ways
+            loss = max(1.0 - math.exp(gain), 0.0) * steps * incumbent.seconds + ways + LOOKS * known.evaluation_seconds
             if score.arm[0] in scorer.watched:
                 loss += steps * LOOK_SECONDS
             worth = (expected_improvement(gain, sd) - max(gain, 0.0)) * horizon - loss

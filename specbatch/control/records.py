@@ -111,6 +111,7 @@ class Observation:
     finished_output_tokens: int = 0
     preempted: int = 0
     draft_dropped: int = 0
+    policy_seconds: float = 0.0  # that the last decision took, from observing to putting it into force
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts and numbers; floats survive exactly."""

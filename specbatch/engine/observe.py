@@ -75,6 +75,7 @@ class PolicyDriver:
         self._waiting: dict[int, int] = {}  # shard -> rows added and not finished
         self._since: dict[str, int] = dict.fromkeys(_SINCE, 0)
         self._probed: tuple[AcceptanceSample, ...] = ()
+        self._policy_seconds = 0.0  # of the last decision
         self._target_pages = self._draft_pages = 0
         self._free_pages = core.num_pages - 1
 
@@ -142,9 +143,11 @@ class PolicyDriver:
         core = self.core
         if not self.policy.due(self.steps, core.num_running, core.num_waiting):
             return 0.0
+        start = time.perf_counter()
         decision = self.policy.decide(self._observe(seq_index, seq_lens))
         if decision.changed:
             self._apply(decision)
+        self._policy_seconds = time.perf_counter() - start
         if not decision.probe_draft_rows or self.probe is None:
             return 0.0
         found = self.probe.run(decision.probe_draft_rows, decision.probe_draft_k, self._prompt, self._shard)
@@ -207,6 +210,7 @@ class PolicyDriver:
             finished_output_tokens=since["finished_output_tokens"],
             preempted=since["preempted"],
             draft_dropped=since["draft_dropped"],
+            policy_seconds=self._policy_seconds,
         )
 
     def _acceptance(self) -> tuple[AcceptanceSample, ...]:
