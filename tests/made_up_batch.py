@@ -21,6 +21,7 @@ from specbatch.control.records import (
     ShardRows,
     StepTimer,
 )
+from specbatch.control.simulate import EVALUATION_SECONDS
 
 COST = AffineCost(Affine(7e-3, 4e-5, 4e-8), Affine(0.7e-3, 1e-6, 1e-9))
 
@@ -71,6 +72,7 @@ class World:
             max_num_seqs=4096,
             steps=self.timer.drain(),
             acceptance=samples,
+            policy_seconds=EVALUATION_SECONDS if self.decision is not None else 0.0,
         )
 
     def run(self, policy: Any, steps: int) -> list[Decision]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,8 +183,8 @@ def test_a_draft_that_became_good_is_found_without_running_it(
     """What earlier runs learned says that the draft is hopeless; passes over AR's own tokens say otherwise."""
     # This machine's clock is to have no say: the draft is the target itself, and steps are far shorter than assumed.
     monkeypatch.setattr(CostCorrection, "observe", lambda *_, **__: None)
-    monkeypatch.setattr(controller, "BUSY_SECONDS", 0.0)
-    monkeypatch.setattr(controller, "CALM_SECONDS", 0.0)
+    monkeypatch.setattr(controller, "BUSY_SHARE", math.inf)
+    monkeypatch.setattr(controller, "CALM_SHARE", math.inf)
     hopeless = {str(METHOD_DRAFT): {"rounds": 4e4, "proposed": 4e4, "offered": [4e4, 400.0], "accepted": [400.0, 4.0]}}
     cost = AffineCost(Affine(1e-2, 1e-6, 1e-9), Affine(1e-3, 1e-6, 1e-9))
     answers, decisions = [], []

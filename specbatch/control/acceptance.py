@@ -82,19 +82,22 @@ class Acceptance:
 
         shared: first positions that another k has too; in a comparison with it most of their doubt cancels.
         """
-        gain = expected_tokens(self.accept, self.k) - 1.0
-        variance = gain * gain * _beta_variance(self.match, self.match_count) * (SHARED**2 if shared else 1.0)
-        tail, prefix = 0.0, []
-        product = 1.0
+        prefix, gain, product = [], 0.0, 1.0
         for p in self.accept:
             product *= p
             prefix.append(product)
-        for j in range(self.k - 1, -1, -1):
+            gain += product
+        match, count, kept = self.match, self.count, SHARED**2
+        variance = gain * gain * _beta_variance(match, self.match_count) * (kept if shared else 1.0)
+        tail = 0.0
+        for j in range(len(prefix) - 1, -1, -1):
             tail += prefix[j]
-            slope = self.match * tail / max(self.accept[j], 1e-6)
-            unknown = self.unknown if j == 0 else 0.0
-            doubt = _beta_variance(self.accept[j], self.count[j]) + unknown
-            variance += slope * slope * doubt * (SHARED**2 if j < shared else 1.0)
+            mean = self.accept[j]
+            slope = match * tail / max(mean, 1e-6)
+            doubt = OVERDISPERSION * mean * (1.0 - mean) / (count[j] + 1.0)
+            if j == 0:
+                doubt += self.unknown
+            variance += slope * slope * doubt * (kept if j < shared else 1.0)
         return math.sqrt(variance)
 
     def interval(self, position: int, mass: float = 0.9) -> tuple[float, float]:
@@ -114,11 +117,12 @@ class _Track:
         self.fast: dict[int, Counts] = {}
         self.changes = 0
         self.known: dict[int, Acceptance] = {}  # estimates by k, until counts change
+        self.total: Counts | None = None  # of the slow memory over all k, until counts change
 
     def add(self, samples: Mapping[int, AcceptanceSample], half_life: float, weight: float) -> None:
         """Rounds by k; where there are several k, of the same tokens."""
         self.idle = 0.0
-        self.known.clear()
+        self.stale()
         rounds = max(sample.rounds for sample in samples.values()) * weight
         for memory, life in ((self.slow, half_life), (self.fast, half_life / FAST)):
             factor = 0.5 ** (rounds / life)
@@ -132,6 +136,20 @@ class _Track:
             self.changes += 1
             self.slow = {k: self.fast[k].copy() for k in samples}
             self.evidence = self.fast[least].rounds
+
+    def stale(self) -> None:
+        """Counts changed: what was worked out from them is no longer true."""
+        self.known.clear()
+        self.total = None
+
+    def others(self, k: int) -> Counts:
+        """The slow memory of all k but this one."""
+        if self.total is None:
+            self.total = Counts(max(self.slow, default=0))
+            for counts in self.slow.values():
+                self.total.merge(counts)
+        own = self.slow.get(k)
+        return self.total.without(own) if own is not None else self.total
 
     def _changed(self, k: int) -> bool:
         """Whether lately the first position (a match counted in) accepts otherwise than over the long run."""
@@ -191,11 +209,7 @@ class AcceptanceBook:
     def _estimate(self, track: _Track | None, method: int, k: int) -> Acceptance:
         prior = track.prior if track is not None else self._pool.get(method)
         own = track.slow.get(k) if track is not None else None
-        others = Counts(0)
-        if track is not None:
-            for other_k, counts in track.slow.items():
-                if other_k != k:
-                    others.merge(counts)
+        others = track.others(k) if track is not None else Counts(0)
         lent = max(OTHER_K - own.rounds, 2.0) if own is not None else OTHER_K
         match, match_count = _layers(
             DEFAULT_MATCH.get(method, 0.98),
@@ -240,7 +254,7 @@ class AcceptanceBook:
         for key, track in self._tracks.items():
             if key not in refreshed:
                 track.idle += steps
-                track.known.clear()
+                track.stale()
                 track.evidence *= factor
                 for counts in (*track.slow.values(), *track.fast.values()):
                     counts.decay(factor)

@@ -53,6 +53,8 @@ class ShardState:
     home: Arm | None = None  # during a probe: the mode to go back to
     probe_goal: int = 0  # decode steps in the mode (over the whole run) at which the probe has seen enough
     probe_ends: int = 0  # step at which it ends in any case
+    contenders: frozenset[Arm] = frozenset()  # modes that may be the best, when all were last scored ...
+    contenders_at: float = 0.0  # ... at so many running rows
     left: dict[Arm, int] = field(default_factory=dict)  # mode -> step at which it was last left
     tried: dict[Arm, int] = field(default_factory=dict)  # probes of a mode
     retry: dict[Arm, int] = field(default_factory=dict)  # step before which it is not probed again

@@ -14,10 +14,10 @@ The engine loop:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from specbatch.control.choice import Limits, ShardState, name
+from specbatch.control.choice import SURE, Limits, ShardState, name
 from specbatch.control.correction import Arm
 from specbatch.control.cost_model import StepCost
 from specbatch.control.fixed import FixedPolicy
@@ -28,6 +28,7 @@ from specbatch.control.records import (
     METHOD_DRAFT,
     METHOD_NGRAM,
     METHOD_NONE,
+    STEP_DECODE,
     AcceptanceSample,
     Candidate,
     Decision,
@@ -65,8 +66,10 @@ __all__ = [
 
 
 MIN_INTERVAL, MAX_INTERVAL = 4, 32  # steps between evaluations
-CALM_SHARE, BUSY_SHARE = 0.005, 0.02  # of the time, that evaluations may take: about a millisecond each
+CALM_SHARE, BUSY_SHARE = 0.004, 0.01  # of the time, that evaluations may take: about a millisecond each
 PROBE_LOOK = 3  # steps between two looks at a probe
+NEAR = 0.2  # log of the ratio to the best mode, within which one is looked at each time
+WIDE = 8  # evaluations of which one looks at every mode
 EARLY = 4  # evaluations that come at the shortest interval whatever they take
 
 
@@ -87,7 +90,7 @@ class Controller:
     ) -> None:
         self.options = options
         self.log = log
-        self.known = Learner(cost, prior)
+        self.known = Learner(cost, prior, options.ks)
         self.states: dict[int, ShardState] = {}
         self.prober = Prober(options.limits, options.ks, options.methods, options.can_probe_draft, self.known)
         self._prior = prior
@@ -98,6 +101,8 @@ class Controller:
         self._settled = False  # no shard near a change at the last evaluation
         self._last: tuple[Any, ...] | None = None
         self._evaluations = 0
+        self._news = True  # decode steps since the last evaluation
+        self._wide = True  # all modes are scored, not those alone that may be the best
 
     def start_event(self) -> dict[str, Any]:
         """The first line of the log: all that a replay needs besides the observations."""
@@ -120,8 +125,10 @@ class Controller:
         if self.log is not None and self._evaluations == 0:
             self.log(self.start_event())
         self._evaluations += 1
+        self._wide = self._evaluations % WIDE == 1
         modes = {shard: state.arm for shard, state in self.states.items()}
         self.known.learn(observation, self.prober.shadow_k > 0, modes)
+        self._news = any(stats.kind == STEP_DECODE for stats in observation.steps)
         self.prober.begin(observation)
         now = situation(
             observation, self.known.gauges, self.known.lengths, self.options.block_size, self.options.max_num_seqs
@@ -148,19 +155,25 @@ class Controller:
         if state is None:
             state = self.states[shard] = ShardState(self._default, step, limits.dwell)
         before = state.arm, state.base
+        if not fresh and not self._news:
+            return self._answer(shard, state, before, "no step since the last look", {})
         scorer = self._scorer(now)
         modes = {s: t.arm for s, t in self.states.items()}
         done = self.known.arm_steps.get(state.arm, 0)
         if state.home is not None and done < state.probe_goal and step < state.probe_ends:
             self._settled = False
             return self._answer(shard, state, before, f"probing {name(state.arm)}", {})
-        scores = {
-            arm: scorer.score(shard, arm, modes)
-            for arm in {*arms(self.options.methods, self.options.ks, self.options.allow_ar, now.limit), state.base}
-        }
+        usable = {*arms(self.options.methods, self.options.ks, self.options.allow_ar, now.limit), state.base}
+        if not fresh and not self._wide and state.contenders_at / 1.3 <= now.running <= state.contenders_at * 1.3:
+            usable &= {AR, state.base, state.arm, *state.contenders}
+        else:
+            state.contenders_at = 0.0
+        scores = {arm: scorer.score(shard, arm, modes) for arm in usable}
         tried = state.arm if state.home is not None else None
         incumbent = scores[state.base]
         best = max(scores.values(), key=lambda s: (s.rate, -s.arm[1]))
+        if not state.contenders_at:
+            state.contenders, state.contenders_at = contenders(scores.values(), best), now.running
         gain, sd = scorer.gain(best, incumbent)
         reason = ""
         if fresh:
@@ -232,7 +245,7 @@ class Controller:
             reason=reason,
             switched=state.base != before[1] and state.since != 0,  # the way into a probe and back is none
             probe=state.home is not None,
-            candidates=candidates if changed or self._evaluations % 8 == 1 else (),
+            candidates=candidates if changed or self._wide else (),
         )
 
     # -- the whole batch -------------------------------------------------------------------------------------------
@@ -313,6 +326,11 @@ class Controller:
         rival = rival or max(others, key=lambda s: s.rate)
         accept = f", {best.tokens_per_row:.2f} tokens a row and step" if best.arm[1] else ""
         return f"{name(best.arm)}: {best.rate:.0f} tokens/s, {self._ratio(best, rival)} of {name(rival.arm)}{accept}"
+
+
+def contenders(scores: Iterable[Score], best: Score) -> frozenset[Arm]:
+    """Modes that may be the best before all are looked at again."""
+    return frozenset(s.arm for s in scores if s.log_rate > best.log_rate - max(NEAR, SURE * s.acceptance_sd))
 
 
 def rows_of(shard: int, now: Situation) -> float:

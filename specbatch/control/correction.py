@@ -93,14 +93,12 @@ class CostCorrection:
 
     def spread(self, kinds: Iterable[tuple[float, Arm, Parts]]) -> float:
         """Standard deviation of the sum of weight x log(seconds) of kinds of step."""
-        gradient: dict[int, float] = {}
-        for weight, arm, parts in kinds:
-            for i, slope in self._model(arm, parts)[1].items():
-                gradient[i] = gradient.get(i, 0.0) + weight * slope
-        items = list(gradient.items())
-        cov = self._cov
-        variance = sum(a * b * float(cov[i, j]) for i, a in items for j, b in items)
-        return math.sqrt(max(variance, 0.0))
+        gradients = [(weight, self._model(arm, parts)[1]) for weight, arm, parts in kinds]  # may add an arm's state
+        slope = np.zeros(len(self._mean))
+        for weight, gradient in gradients:
+            for i, value in gradient.items():
+                slope[i] += weight * value
+        return math.sqrt(max(float(slope @ self._cov @ slope), 0.0))
 
     def factors(self) -> dict[str, float]:
         """The belief in plain words: what each part is multiplied by."""

@@ -164,7 +164,7 @@ class GridCost:
     target_surface: Surface
     draft_surface: Surface | None = None
     source: str = "profile"
-    host_seconds: tuple[tuple[float, float], ...] = ()  # (rows, seconds beside the passes), rows ascending
+    host_seconds: tuple[tuple[float, float], ...] = ()  # (rows, seconds beside the passes) at fewest and at most rows
 
     def target(self, rows: float, tokens: float, context: float) -> float:
         return self.target_surface(rows, tokens, context)
@@ -175,9 +175,9 @@ class GridCost:
     def host(self, rows: float) -> float:
         if not self.host_seconds:
             return 0.0
-        known, seconds = zip(*self.host_seconds, strict=True)
-        i, u = _place(list(known), rows)
-        return float(_mix(list(seconds), i, min(u, 1.0)))
+        (low, first), (high, last) = self.host_seconds[0], self.host_seconds[-1]
+        share = min(max((rows - low) / (high - low), 0.0), 1.0) if high > low else 0.0
+        return first + share * (last - first)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -84,6 +84,16 @@ class Counts:
             self.offered[j] += n
             self.accepted[j] += a
 
+    def without(self, part: Counts) -> Counts:
+        """These counts less those of a part of them."""
+        rest = Counts(0)
+        rest.rounds, rest.proposed = max(self.rounds - part.rounds, 0.0), max(self.proposed - part.proposed, 0.0)
+        both = len(part.offered)
+        rest.offered = [max(n - m, 0.0) for n, m in zip(self.offered, part.offered, strict=False)] + self.offered[both:]
+        rest.accepted = [max(n - m, 0.0) for n, m in zip(self.accepted, part.accepted, strict=False)]
+        rest.accepted += self.accepted[both:]
+        return rest
+
     def copy(self) -> Counts:
         twin = Counts(len(self.offered))
         twin.merge(self)

@@ -33,8 +33,10 @@ ROW_ALIKE = 0.3  # correlation of rounds of one row: many rounds of few rows say
 class Learner:
     """Takes observations in; everything it holds is public to read."""
 
-    def __init__(self, cost: StepCost, prior: dict[str, Any] | None = None) -> None:
+    def __init__(self, cost: StepCost, prior: dict[str, Any] | None = None, ks: tuple[int, ...] = ()) -> None:
+        """ks: those a choice is made from, all if empty; scored rounds of others are left out."""
         self.cost = cost
+        self._ks = frozenset(ks)
         self.book = AcceptanceBook.from_json(prior) if prior else AcceptanceBook()
         self.correction = CostCorrection()
         self.lengths = OutputLengths()
@@ -128,6 +130,8 @@ class Learner:
         for sample in observation.acceptance:
             if sample.method == METHOD_NGRAM and shadowed:
                 continue  # the same rounds are among those scored on all tokens, beside those of the other k
+            if sample.k and self._ks and sample.k not in self._ks:
+                continue
             k = sample.k or self._last_k.get((sample.shard, sample.method), len(sample.offered))
             batches.setdefault((sample.shard, sample.method), {})[k] = sample
         for (shard, method), samples in batches.items():

@@ -60,6 +60,7 @@ class Scorer:
     in_force: Mapping[int, Arm]
     watched: tuple[int, ...] = ()  # methods whose acceptance is counted whatever is in force
     _short: float | None = None
+    _plain: dict[float, Parts] = field(default_factory=dict)  # steps without drafts, by rows
     _seen: dict[tuple[int, Arm], tuple[float, float, Acceptance]] = field(default_factory=dict)
 
     def score(self, shard: int, arm: Arm, modes: Mapping[int, Arm]) -> Score:
@@ -138,7 +139,12 @@ class Scorer:
         return candidate.log_rate - incumbent.log_rate, math.hypot(time_sd, *doubts)
 
     def _parts(self, rows: float, tokens: float, passes: Mapping[int, float]) -> Parts:
-        return step_parts(self.cost, rows, tokens, rows * self.now.context, passes)
+        if passes or tokens != rows:
+            return step_parts(self.cost, rows, tokens, rows * self.now.context, passes)
+        plain = self._plain.get(rows)
+        if plain is None:
+            plain = self._plain[rows] = step_parts(self.cost, rows, tokens, rows * self.now.context, passes)
+        return plain
 
     def _tokens(self, shard: int, arm: Arm) -> tuple[float, float, Acceptance]:
         """Expected committed tokens a row and step, their sd, and the estimate they come from."""

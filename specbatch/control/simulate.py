@@ -37,6 +37,7 @@ EAGLE_LIKE = Affine(base=0.71e-3, per_token=6.0e-7, per_kv_token=1.1e-9)
 KV_HEAVY_DRAFT = Affine(base=0.71e-3, per_token=1.6e-6, per_kv_token=0.78 * 3.926e-8)
 
 
+EVALUATION_SECONDS = 1e-3  # of the host, for a decision
 TEACHER_FORCED = "teacher-forced"  # in SimResult.seconds_by_mode: passes of the draft over produced tokens
 
 
@@ -167,12 +168,20 @@ def simulate(
     decisions: list[Decision] = []
     by_mode: dict[str, float] = {}
     probed: tuple[AcceptanceSample, ...] = ()
+    took = 0.0  # by the last decision
     while True:
         if policy.due(step, *rows.load()):
             acceptance = rows.take_acceptance() + probed
             observation = Observation(
-                step=step, time=clock, steps=timer.drain(), acceptance=acceptance, **rows.observe()
+                step=step,
+                time=clock,
+                steps=timer.drain(),
+                acceptance=acceptance,
+                policy_seconds=took,
+                **rows.observe(),
             )
+            took = EVALUATION_SECONDS
+            clock += took
             probed = ()
             preempted += observation.preempted
             decision = policy.decide(observation)

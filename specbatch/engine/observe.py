@@ -181,8 +181,8 @@ class PolicyDriver:
     def _observe(self, seq_index: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> Observation:
         core = self.core
         rows = len(seq_index)
-        shard_ids, counts = np.unique(self._shard[seq_index], return_counts=True)
-        running = dict(zip(shard_ids.tolist(), counts.tolist(), strict=True))
+        running = Counter(self._shard[seq_index].tolist())
+        prompt = self._prompt[seq_index]
         shards = tuple(
             ShardRows(shard, running.get(shard, 0), max(total - running.get(shard, 0), 0))
             for shard, total in self._waiting.items()
@@ -194,9 +194,9 @@ class PolicyDriver:
             running=core.num_running,
             waiting=core.num_waiting,
             shards=shards,
-            mean_context=float(seq_lens.mean()) if rows else 0.0,
-            mean_prompt=float(self._prompt[seq_index].mean()) if rows else 0.0,
-            mean_limit=float((self._limit[seq_index] - seq_lens).mean()) if rows else 0.0,
+            mean_context=float(seq_lens.sum()) / rows if rows else 0.0,
+            mean_prompt=float(prompt.sum()) / rows if rows else 0.0,
+            mean_limit=float(self._limit[seq_index].sum() - seq_lens.sum()) / rows if rows else 0.0,
             free_pages=self._free_pages,
             total_pages=core.num_pages,
             target_pages=self._target_pages,
