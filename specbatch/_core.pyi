@@ -156,7 +156,8 @@ class FinishedBatch:
 
 @final
 class AcceptanceCounts:
-    """Counts since the last call, one line a (shard, method), and of the shadow one for each k. Position j counts rounds in which
+    """Counts since the last call, one line a (shard, method), and one for each k of the shadow and of rounds of fewer drafts
+    within real ones (set_score_fewer). Position j counts rounds in which
     j drafts before it were accepted."""
 
     shard: NDArray[np.int32]  # [m]
@@ -166,7 +167,7 @@ class AcceptanceCounts:
     offered: NDArray[np.int64]  # [m, max_speculative_tokens]
     accepted: NDArray[np.int64]  # [m, max_speculative_tokens]
     committed: NDArray[np.int64]  # [m] tokens committed by those row-steps
-    k: NDArray[np.int64]  # [m] METHOD_NGRAM_SHADOW: drafts a round; otherwise 0
+    k: NDArray[np.int64]  # [m] of scored rounds: drafts a round; of real ones 0
 
 @final
 class Scheduler:
@@ -237,6 +238,10 @@ class Scheduler:
         Leaving METHOD_DRAFT gives that shard's draft pages back."""
     def set_shadow_ngram(self, k: int) -> None:
         """Score n-gram rounds of 1, 2 ... k drafts against what rows commit, in any mode (0: off)."""
+    def set_score_fewer(self, on: bool) -> None:
+        """Score, within the rounds that rows really have, those of fewer drafts (METHOD_DRAFT and METHOD_EXTERNAL; n-gram
+        rounds have set_shadow_ngram): what came of 4 drafts tells what 1, 2 and 3 would have brought, but for the token
+        after a round that accepted all of its drafts, which counts as not offered."""
     def set_max_num_seqs(self, n: int) -> None:
         """Change how many rows may run; surplus rows are preempted, youngest first."""
     def preempt(self, handle: int) -> bool:

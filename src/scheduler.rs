@@ -191,6 +191,14 @@ impl Scheduler {
         self.with(py, |core| core.set_shadow_ngram(k))
     }
 
+    /// Score, within the rounds that rows really have, those of fewer drafts.
+    fn set_score_fewer(&self, py: Python<'_>, on: bool) -> PyResult<()> {
+        self.with(py, |core| {
+            core.set_score_fewer(on);
+            Ok(())
+        })
+    }
+
     /// Change how many rows may run; surplus rows are preempted, youngest first.
     fn set_max_num_seqs(&self, py: Python<'_>, n: i64) -> PyResult<()> {
         self.with(py, |core| core.set_max_num_seqs(n))

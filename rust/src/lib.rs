@@ -6,6 +6,7 @@
 pub mod block_pool;
 pub mod config;
 pub mod error;
+pub mod fewer;
 pub mod layout;
 pub mod ngram;
 pub mod prefix;

@@ -41,6 +41,8 @@ pub struct Scheduler {
     finished: Vec<Handle>,
     shards: ShardTable,
     shadow_k: usize,
+    /// Rounds of fewer drafts than in force are scored too.
+    score_fewer: bool,
     token_bytes: Option<TokenBytes>,
     plan: StepPlan,
     /// Whether the plan's result is still to come.
@@ -74,6 +76,7 @@ impl Scheduler {
             finished: Vec::new(),
             shards: ShardTable::default(),
             shadow_k: 0,
+            score_fewer: false,
             token_bytes: None,
             plan: StepPlan::default(),
             outstanding: false,
@@ -213,6 +216,15 @@ impl Scheduler {
             self.rows.iter_mut().for_each(|sequence| sequence.shadow = None);
         }
         Ok(())
+    }
+
+    /// Scores, within the rounds that rows really have, those of fewer drafts (of a draft model or the caller's; n-gram rounds
+    /// have `set_shadow_ngram`).
+    pub fn set_score_fewer(&mut self, on: bool) {
+        self.score_fewer = on;
+        if !on {
+            self.rows.iter_mut().for_each(|sequence| sequence.fewer = None);
+        }
     }
 
     /// Changes how many rows may run; the youngest surplus rows are preempted.

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use crate::block_pool::PageId;
+use crate::fewer::FewerDrafts;
 use crate::ngram::NgramIndex;
 use crate::prefix::{PageHash, ROOT, chain};
 use crate::shadow::Shadow;
@@ -121,6 +122,8 @@ pub struct Sequence {
     pub ngram: Option<Box<NgramIndex>>,
     /// Open round of the shadow scorer.
     pub shadow: Option<Box<Shadow>>,
+    /// Open rounds of fewer drafts than in force.
+    pub fewer: Option<Box<FewerDrafts>>,
     /// Pages from the front that were offered to the prefix cache.
     pub num_published: usize,
     page_hashes: Vec<PageHash>,
@@ -164,6 +167,7 @@ impl Sequence {
             in_flight: 0,
             ngram: None,
             shadow: None,
+            fewer: None,
             finish: None,
             error: RowError::None,
             stop_token: None,
@@ -185,6 +189,7 @@ impl Sequence {
         self.page_hashes = Vec::new();
         self.ngram = None;
         self.shadow = None;
+        self.fewer = None;
     }
 
     /// Committed tokens.

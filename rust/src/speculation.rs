@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use crate::error::{Result, ensure};
+use crate::fewer::STEP;
 use crate::shadow::Round;
 
 /// How drafts are proposed.
@@ -81,8 +82,18 @@ pub struct AcceptanceLine {
     pub accepted: Vec<i64>,
     /// Tokens those row-steps committed.
     pub committed: i64,
-    /// Drafts a round, of a shadow; 0 for real rounds, whose k is what the shard was told.
+    /// Drafts a round, of a shadow and of rounds within real ones; 0 for real rounds, whose k is what the shard was told.
     pub k: usize,
+}
+
+impl AcceptanceLine {
+    /// Counts of weights in units of `unit`, to the nearest.
+    fn divided(mut self, unit: i64) -> Self {
+        let divide = |value: &mut i64| *value = (*value + unit / 2) / unit;
+        [&mut self.rounds, &mut self.proposed, &mut self.committed].into_iter().for_each(divide);
+        self.offered.iter_mut().chain(&mut self.accepted).for_each(divide);
+        self
+    }
 }
 
 /// Rounds of one shard and method.
@@ -109,6 +120,7 @@ struct Shard {
     speculation: Speculation,
     tallies: [Option<Box<Tally>>; NUM_METHODS],
     shadows: Option<Box<ShadowTallies>>,
+    fewer: Option<Box<ShadowTallies>>,
 }
 
 /// All shards seen.
@@ -128,7 +140,13 @@ impl ShardTable {
         let next = self.shards.len() as u32;
         let index = *self.by_id.entry(id).or_insert(next);
         if index == next {
-            self.shards.push(Shard { id, speculation: self.default, tallies: Default::default(), shadows: None });
+            self.shards.push(Shard {
+                id,
+                speculation: self.default,
+                tallies: Default::default(),
+                shadows: None,
+                fewer: None,
+            });
         }
         index
     }
@@ -202,7 +220,14 @@ impl ShardTable {
         shadows.get_or_insert_with(|| Box::new(ShadowTallies::new(positions)))
     }
 
-    /// Takes the counts, shards in the order they were touched, methods in numerical order, then shadows by k.
+    /// Where rounds of fewer drafts than a shard's real ones are booked.
+    pub fn fewer(&mut self, shard: u32, positions: usize) -> &mut ShadowTallies {
+        // Never the first of a shard to be touched: a real round was recorded before.
+        self.shards[shard as usize].fewer.get_or_insert_with(|| Box::new(ShadowTallies::new(positions)))
+    }
+
+    /// Takes the counts, shards in the order they were touched, methods in numerical order, then shadows and rounds of
+    /// fewer drafts by k.
     pub fn take(&mut self) -> Vec<AcceptanceLine> {
         let mut lines = Vec::new();
         for shard in self.touched.drain(..) {
@@ -211,7 +236,13 @@ impl ShardTable {
                 lines.extend(tally.take().map(|tally| tally.line(shard.id, method, 0)));
             }
             if let Some(shadows) = shard.shadows.take() {
-                shadows.lines(shard.id, &mut lines);
+                shadows.lines(shard.id, Method::NgramShadow, 1, &mut lines);
+            }
+            if let Some(fewer) = shard.fewer.take() {
+                let method = shard.speculation.method;
+                if matches!(method, Method::Draft | Method::External) {
+                    fewer.lines(shard.id, method, STEP, &mut lines);
+                }
             }
         }
         lines
@@ -230,6 +261,12 @@ impl ShadowTallies {
         self.by_k[k - 1].record(round);
     }
 
+    /// Books a round of at most `k` drafts that weighs so much.
+    #[inline]
+    pub fn weigh(&mut self, k: usize, round: Round, weight: i64) {
+        self.by_k[k - 1].weigh(round, weight);
+    }
+
     /// Books a round without a proposal for every number of drafts up to `most`.
     #[inline]
     pub fn record_unmatched(&mut self, most: usize) {
@@ -237,7 +274,7 @@ impl ShadowTallies {
     }
 
     /// A line for each number of drafts that had a round.
-    fn lines(self, shard: i32, lines: &mut Vec<AcceptanceLine>) {
+    fn lines(self, shard: i32, method: Method, unit: i64, lines: &mut Vec<AcceptanceLine>) {
         let mut unmatched = 0;
         let mut found = Vec::new();
         for (index, mut tally) in self.by_k.into_iter().enumerate().rev() {
@@ -247,7 +284,7 @@ impl ShadowTallies {
             tally.committed += unmatched;
             tally.outcomes[0][0] += unmatched;
             if tally.rounds > 0 {
-                found.push(tally.line(shard, Method::NgramShadow, k));
+                found.push(tally.line(shard, method, k).divided(unit));
             }
         }
         lines.extend(found.into_iter().rev());
@@ -257,13 +294,18 @@ impl ShadowTallies {
 impl Tally {
     #[inline]
     fn record(&mut self, round: Round) {
-        self.rounds += 1;
-        self.proposed += i64::from(round.proposed > 0);
-        self.committed += round.committed as i64;
+        self.weigh(round, 1);
+    }
+
+    #[inline]
+    fn weigh(&mut self, round: Round, weight: i64) {
+        self.rounds += weight;
+        self.proposed += i64::from(round.proposed > 0) * weight;
+        self.committed += round.committed as i64 * weight;
         // A row that ended inside the accepted run was not offered the next position.
         // Both as numbers: a branch on either could not be predicted.
         let rejected = usize::from(round.committed > round.accepted) & usize::from(round.accepted < round.proposed);
-        self.outcomes[round.accepted][rejected] += 1;
+        self.outcomes[round.accepted][rejected] += weight;
     }
 
     /// Counts by position: a round that accepted a drafts was offered a positions, and one more when it rejected one.

@@ -155,7 +155,8 @@ class Controller:
         if state is None:
             state = self.states[shard] = ShardState(self._default, step, limits.dwell)
         before = state.arm, state.base
-        if not fresh and not self._news:
+        same_size = state.contenders_at / 1.3 <= now.running <= state.contenders_at * 1.3
+        if not fresh and not self._news and same_size:
             return self._answer(shard, state, before, "no step since the last look", {})
         scorer = self._scorer(now)
         modes = {s: t.arm for s, t in self.states.items()}
@@ -164,7 +165,7 @@ class Controller:
             self._settled = False
             return self._answer(shard, state, before, f"probing {name(state.arm)}", {})
         usable = {*arms(self.options.methods, self.options.ks, self.options.allow_ar, now.limit), state.base}
-        if not fresh and not self._wide and state.contenders_at / 1.3 <= now.running <= state.contenders_at * 1.3:
+        if not fresh and not self._wide and same_size:
             usable &= {AR, state.base, state.arm, *state.contenders}
         else:
             state.contenders_at = 0.0
@@ -269,6 +270,7 @@ class Controller:
             max_rows=0,
             changed=changed,
             reason=shards[0].reason if shards else "nothing to run yet",
+            score_fewer=any(method != METHOD_NGRAM for method in self.options.methods),
         )
 
     def _schedule(self, observation: Observation) -> None:

@@ -196,7 +196,9 @@ def cost_from_json(data: Mapping[str, Any]) -> AffineCost | GridCost:
         return AffineCost(Affine(**data["target"]), Affine(**draft) if draft is not None else None, data["source"])
     if data["kind"] == "grid":
         host = tuple((float(rows), float(seconds)) for rows, seconds in data["host"])
-        return GridCost(Surface(**data["target"]), Surface(**draft) if draft is not None else None, data["source"], host)
+        return GridCost(
+            Surface(**data["target"]), Surface(**draft) if draft is not None else None, data["source"], host
+        )
     raise ValueError(f"unknown kind of cost model: {data['kind']!r}")
 
 

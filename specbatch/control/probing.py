@@ -91,7 +91,10 @@ class Prober:
                 continue
             if pass_first and score.arm[0] == METHOD_DRAFT and score.estimate.evidence < PASS_FIRST:
                 continue
-            cost_only = score.arm[0] in (METHOD_NONE, *scorer.watched)  # acceptance is counted whatever is in force
+            # Acceptance that is counted whatever is in force, or within the rounds that are.
+            cost_only = score.arm[0] in (METHOD_NONE, *scorer.watched) or (
+                score.arm[0] == state.arm[0] and score.arm[1] < state.arm[1]
+            )
             gain, sd = scorer.gain(score, incumbent, trying=True, cost_only=cost_only)
             ways = 0.0  # filling the draft's KV, on the way there or on the way back
             if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):

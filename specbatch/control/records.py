@@ -63,7 +63,7 @@ class AcceptanceSample:
     offered: tuple[int, ...]
     accepted: tuple[int, ...]
     committed: int = 0
-    k: int = 0  # of a shadow: drafts a round; 0: the k in force
+    k: int = 0  # of a shadow and of rounds of fewer drafts within real ones: drafts a round; 0: the k in force
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,7 @@ class Decision:
     max_rows: int
     changed: bool  # anything above differs from the last decision: the engine may skip an unchanged one
     reason: str
+    score_fewer: bool = False  # score rounds of fewer drafts within real ones (set_score_fewer)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts and numbers; floats survive exactly."""

@@ -26,7 +26,17 @@ class Difference:
     replayed: Decision
 
     def __str__(self) -> str:
-        for name in ("method", "k", "shards", "shadow_ngram", "probe_draft_rows", "probe_draft_k", "changed", "reason"):
+        for name in (
+            "method",
+            "k",
+            "shards",
+            "shadow_ngram",
+            "probe_draft_rows",
+            "probe_draft_k",
+            "changed",
+            "reason",
+            "score_fewer",
+        ):
             old, new = getattr(self.logged, name), getattr(self.replayed, name)
             if old != new:
                 return f"decision {self.index} at step {self.logged.step}: {name} was {old!r}, is {new!r}"

@@ -175,6 +175,7 @@ class PolicyDriver:
             if (shard.method, shard.k) != (decision.method, decision.k):
                 core.set_speculation(shard.method, shard.k, shard.shard)
         core.set_shadow_ngram(decision.shadow_ngram)
+        core.set_score_fewer(decision.score_fewer)
         if decision.max_rows:
             core.set_max_num_seqs(decision.max_rows)
 

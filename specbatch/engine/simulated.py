@@ -114,6 +114,7 @@ class CoreRows:
                 self.core.set_speculation(*mode, shard.shard)
             self.modes[shard.shard] = mode
         self.core.set_shadow_ngram(decision.shadow_ngram)
+        self.core.set_score_fewer(decision.score_fewer)
 
     def observe(self) -> dict[str, Any]:
         rows, info, work = self._decoding, self._info, self.work

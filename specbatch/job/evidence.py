@@ -97,8 +97,8 @@ def _count(entry: dict[str, Any], evidence: Evidence) -> None:
     observation, decision = entry["observation"], entry["decision"]
     evidence.decisions += 1
     for sample in observation["acceptance"]:
-        if sample["method"] in (METHOD_NGRAM_SHADOW, METHOD_DRAFT_SHADOW):
-            continue
+        if sample["k"] or sample["method"] in (METHOD_NGRAM_SHADOW, METHOD_DRAFT_SHADOW):
+            continue  # rounds that nobody had
         shard = evidence.shards.setdefault(sample["shard"], ShardEvidence())
         method = METHOD_NAMES[sample["method"]]
         _add(shard.offered.setdefault(method, []), sample["offered"])

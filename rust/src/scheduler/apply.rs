@@ -6,6 +6,7 @@ use crate::error::{Error, Result, ensure};
 use crate::ngram::NgramIndex;
 use crate::sequence::{Handle, RowError, SequenceStatus};
 use crate::shadow::{Ended, Round};
+use crate::speculation::Method;
 use crate::step::{RowPlan, StepKind, StepResult};
 
 impl Scheduler {
@@ -130,6 +131,12 @@ impl Scheduler {
         if row.asked {
             let round = Round { proposed: num_draft, accepted, committed };
             self.shards.record(sequence.shard, self.plan.method, round, self.config.max_speculative_tokens);
+            if self.score_fewer && self.plan.method != Method::Ngram {
+                let k = self.shards.get(sequence.shard).k;
+                let tallies = self.shards.fewer(sequence.shard, self.config.max_speculative_tokens);
+                let fewer = sequence.fewer.get_or_insert_default();
+                fewer.observe(before, round, k, |k, round, weight| tallies.weigh(k, round, weight));
+            }
         }
         if self.shadow_k > 0 {
             self.observe(row, before);

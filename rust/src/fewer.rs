@@ -1,0 +1,175 @@
+//! Scores rounds of fewer drafts than a row really had: what came of four drafts tells what one, two and three would have
+//! brought, but for the token after a round that accepted all of its drafts. Knows nothing of who proposed them.
+
+use crate::shadow::Round;
+
+/// A row's open rounds, one for each number of drafts below the one in force.
+#[derive(Clone, Debug, Default)]
+pub struct FewerDrafts {
+    /// By drafts a round, less one: drafts accepted so far. All of them: the round's last token is to come.
+    accepted: Vec<u8>,
+    /// Committed tokens of the row when it was last seen; others have come where they are more.
+    seen: usize,
+}
+
+/// What a real round says of one committed token.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Token {
+    /// It was proposed.
+    Hit,
+    /// Another one was proposed.
+    Miss,
+    /// Nothing was.
+    Unknown,
+}
+
+/// What a step of one row weighs, whatever the number of rounds in it: a number that most of them divide.
+pub const STEP: i64 = 720_720;
+
+impl FewerDrafts {
+    /// Takes a real round of at most `k` drafts that began after `before` committed tokens. A round of fewer drafts that it
+    /// ends goes to `ended` with its number of drafts and its weight: rows weigh the same in a step, as they do in real
+    /// rounds, though one that accepts much has more rounds in it.
+    #[inline]
+    pub fn observe(&mut self, before: usize, round: Round, k: usize, mut ended: impl FnMut(usize, Round, i64)) {
+        if self.seen != before || self.accepted.len() + 1 != k {
+            self.accepted.clear();
+            self.accepted.resize(k.saturating_sub(1), 0);
+        }
+        self.seen = before + round.committed;
+        for (fewer, open) in (1..).zip(&mut self.accepted) {
+            let mut rounds = 0;
+            walk(*open, round, fewer, |_| rounds += 1);
+            let weight = STEP / rounds.max(1);
+            *open = walk(*open, round, fewer, |round| ended(fewer, round, weight));
+        }
+    }
+
+    /// Ends the open rounds of a row that ends: positions they never reached were not offered.
+    pub fn close(&mut self, mut ended: impl FnMut(usize, Round, i64)) {
+        for (fewer, open) in (1..).zip(&mut self.accepted) {
+            let accepted = usize::from(std::mem::take(open));
+            if accepted > 0 {
+                ended(fewer, Round { proposed: accepted, accepted, committed: accepted }, STEP);
+            }
+        }
+    }
+}
+
+/// Rounds of `fewer` drafts over the tokens of a real round, from one of which `open` drafts are accepted; returns what is
+/// accepted of the last one.
+#[inline]
+fn walk(open: u8, round: Round, fewer: usize, mut ended: impl FnMut(Round)) -> u8 {
+    let mut accepted = usize::from(open);
+    for at in 0..round.committed {
+        let token = if at < round.accepted {
+            Token::Hit
+        } else if at < round.proposed {
+            Token::Miss
+        } else {
+            Token::Unknown
+        };
+        if accepted < fewer && token == Token::Hit {
+            accepted += 1;
+            continue;
+        }
+        if accepted == fewer || token == Token::Miss {
+            ended(Round { proposed: fewer, accepted, committed: accepted + 1 });
+        } else if accepted > 0 {
+            // Nobody knows what the next draft would have been: it counts as not offered.
+            ended(Round { proposed: accepted, accepted, committed: accepted });
+        }
+        accepted = 0;
+    }
+    accepted as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rounds of `k` drafts over tokens of which `hits` says whether they would have been proposed.
+    fn rounds_of(hits: &[bool], k: usize) -> Vec<Round> {
+        let (mut at, mut rounds) = (0, Vec::new());
+        while at < hits.len() {
+            let accepted = hits[at..].iter().take(k).take_while(|&&hit| hit).count();
+            if at + accepted == hits.len() {
+                rounds.push(Round { proposed: accepted, accepted, committed: accepted });
+            } else {
+                rounds.push(Round { proposed: k, accepted, committed: accepted + 1 });
+            }
+            at += accepted + 1;
+        }
+        rounds
+    }
+
+    fn scored(rounds: &[Round], k: usize) -> Vec<Vec<Round>> {
+        let (mut scorer, mut found, mut at) = (FewerDrafts::default(), vec![Vec::new(); k - 1], 5);
+        for &round in rounds {
+            scorer.observe(at, round, k, |fewer, round, _| found[fewer - 1].push(round));
+            at += round.committed;
+        }
+        scorer.close(|fewer, round, _| found[fewer - 1].push(round));
+        found
+    }
+
+    /// Where no round accepts all its drafts, every token is known, and fewer drafts go exactly as they would have.
+    #[test]
+    fn without_full_rounds_nothing_is_guessed() {
+        let mut state = 11_u64;
+        for case in 0..300 {
+            let mut random = |below: u64| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 33) % below
+            };
+            let k = 2 + random(5) as usize;
+            let mut hits: Vec<bool> = (0..random(80)).map(|_| random(4) != 0).collect();
+            for at in 0..hits.len() {
+                let run = hits[..at].iter().rev().take_while(|&&hit| hit).count();
+                hits[at] &= run + 1 < k; // never k hits in a row
+            }
+            let found = scored(&rounds_of(&hits, k), k);
+            for fewer in 1..k {
+                assert_eq!(found[fewer - 1], rounds_of(&hits, fewer), "case {case}, {fewer} of {k}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_follows_a_full_round_is_not_offered() {
+        let full = Round { proposed: 3, accepted: 3, committed: 4 };
+        let part = Round { proposed: 3, accepted: 1, committed: 2 };
+        let found = scored(&[full, part], 3);
+        // Of one draft: hit and hit, hit and unknown, hit and miss as the token that follows.
+        let one = Round { proposed: 1, accepted: 1, committed: 2 };
+        assert_eq!(found[0], [one; 3]);
+        // Of two: two hits and one; then one hit and nobody knows; then a hit and a miss.
+        let wanted =
+            [Round { proposed: 2, accepted: 2, committed: 3 }, Round { proposed: 2, accepted: 1, committed: 2 }];
+        assert_eq!(found[1], wanted);
+    }
+
+    #[test]
+    fn tokens_that_came_otherwise_end_all_rounds() {
+        let mut scorer = FewerDrafts::default();
+        let mut found = Vec::new();
+        let half = Round { proposed: 1, accepted: 1, committed: 1 };
+        scorer.observe(10, half, 3, |fewer, round, _| found.push((fewer, round)));
+        let miss = Round { proposed: 3, accepted: 0, committed: 1 };
+        scorer.observe(12, miss, 3, |fewer, round, _| found.push((fewer, round)));
+        let nothing = |fewer| (fewer, Round { proposed: fewer, accepted: 0, committed: 1 });
+        assert_eq!(found, [nothing(1), nothing(2)]);
+    }
+
+    #[test]
+    fn a_step_of_a_row_weighs_the_same_however_many_rounds_it_holds() {
+        let mut scorer = FewerDrafts::default();
+        for round in
+            [Round { proposed: 6, accepted: 5, committed: 6 }, Round { proposed: 6, accepted: 0, committed: 1 }]
+        {
+            let mut weights = [0; 5];
+            scorer.observe(scorer.seen, round, 6, |fewer, _, weight| weights[fewer - 1] += weight);
+            assert_eq!(weights, [STEP; 5]);
+        }
+    }
+}
