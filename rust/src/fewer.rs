@@ -8,6 +8,9 @@ use crate::shadow::Round;
 pub struct FewerDrafts {
     /// By drafts a round, less one: drafts accepted so far. All of them: the round's last token is to come.
     accepted: Vec<u8>,
+    /// Rounds that ended, and real ones so far.
+    rounds: Vec<u32>,
+    real: u32,
     /// Committed tokens of the row when it was last seen; others have come where they are more.
     seen: usize,
 }
@@ -23,24 +26,29 @@ enum Token {
     Unknown,
 }
 
-/// What a step of one row weighs, whatever the number of rounds in it: a number that most of them divide.
-pub const STEP: i64 = 720_720;
+/// What a real round weighs.
+pub const REAL: i64 = 1 << 16;
 
 impl FewerDrafts {
     /// Takes a real round of at most `k` drafts that began after `before` committed tokens. A round of fewer drafts that it
-    /// ends goes to `ended` with its number of drafts and its weight: rows weigh the same in a step, as they do in real
-    /// rounds, though one that accepts much has more rounds in it.
+    /// ends goes to `ended` with its number of drafts and its weight: all rounds of a row together weigh as much as its
+    /// real ones, so that rows weigh the same, as they do in a step, though one that accepts much has more rounds.
     #[inline]
     pub fn observe(&mut self, before: usize, round: Round, k: usize, mut ended: impl FnMut(usize, Round, i64)) {
         if self.seen != before || self.accepted.len() + 1 != k {
+            if self.accepted.len() + 1 != k {
+                self.rounds.clear();
+                self.rounds.resize(k.saturating_sub(1), 0);
+                self.real = 0;
+            }
             self.accepted.clear();
             self.accepted.resize(k.saturating_sub(1), 0);
         }
+        self.real += 1;
         self.seen = before + round.committed;
-        for (fewer, open) in (1..).zip(&mut self.accepted) {
-            let mut rounds = 0;
-            walk(*open, round, fewer, |_| rounds += 1);
-            let weight = STEP / rounds.max(1);
+        for ((fewer, open), rounds) in (1..).zip(&mut self.accepted).zip(&mut self.rounds) {
+            walk(*open, round, fewer, |_| *rounds += 1);
+            let weight = REAL * i64::from(self.real) / i64::from((*rounds).max(1));
             *open = walk(*open, round, fewer, |round| ended(fewer, round, weight));
         }
     }
@@ -50,7 +58,7 @@ impl FewerDrafts {
         for (fewer, open) in (1..).zip(&mut self.accepted) {
             let accepted = usize::from(std::mem::take(open));
             if accepted > 0 {
-                ended(fewer, Round { proposed: accepted, accepted, committed: accepted }, STEP);
+                ended(fewer, Round { proposed: accepted, accepted, committed: accepted }, REAL);
             }
         }
     }
@@ -161,15 +169,16 @@ mod tests {
         assert_eq!(found, [nothing(1), nothing(2)]);
     }
 
+    /// A row that accepts everything has more rounds of fewer drafts than one that accepts nothing, and weighs the same.
     #[test]
-    fn a_step_of_a_row_weighs_the_same_however_many_rounds_it_holds() {
-        let mut scorer = FewerDrafts::default();
-        for round in
-            [Round { proposed: 6, accepted: 5, committed: 6 }, Round { proposed: 6, accepted: 0, committed: 1 }]
-        {
-            let mut weights = [0; 5];
-            scorer.observe(scorer.seen, round, 6, |fewer, _, weight| weights[fewer - 1] += weight);
-            assert_eq!(weights, [STEP; 5]);
+    fn rows_weigh_the_same_however_many_rounds_they_have() {
+        for accepted in [0, 2, 5, 6] {
+            let (mut scorer, mut weights) = (FewerDrafts::default(), [0; 5]);
+            let round = Round { proposed: 6, accepted, committed: accepted + 1 };
+            for step in 0..200 {
+                scorer.observe(step * round.committed, round, 6, |fewer, _, weight| weights[fewer - 1] += weight);
+            }
+            assert!(weights.iter().all(|w| (190..=210).contains(&(w / REAL))), "{accepted} accepted: {weights:?}");
         }
     }
 }

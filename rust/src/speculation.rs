@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use crate::error::{Result, ensure};
-use crate::fewer::STEP;
+use crate::fewer::REAL;
 use crate::shadow::Round;
 
 /// How drafts are proposed.
@@ -241,7 +241,7 @@ impl ShardTable {
             if let Some(fewer) = shard.fewer.take() {
                 let method = shard.speculation.method;
                 if matches!(method, Method::Draft | Method::External) {
-                    fewer.lines(shard.id, method, STEP, &mut lines);
+                    fewer.lines(shard.id, method, REAL, &mut lines);
                 }
             }
         }

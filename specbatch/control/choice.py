@@ -19,6 +19,7 @@ class Limits:
     switch_gain: float = 0.05  # worth a switch when seen twice in a row
     switch_k_gain: float = 0.02  # the same between two k of one method, which costs nothing
     steady_gain: float = 0.015  # worth a switch when seen `steady_times` in a row
+    steady_k_gain: float = 0.007  # the same between two k of one method
     steady_times: int = 6
     large_gain: float = 0.25  # shortens the dwell to a quarter
     dwell: int = 8
@@ -68,7 +69,8 @@ class ShardState:
         """Whether a best candidate that promises `gain` (log of the ratio), give or take `sd`, is to be switched to now."""
         enough = limits.switch_k_gain if arm[0] == self.arm[0] else limits.switch_gain
         self.strong = self.strong + 1 if gain >= math.log1p(enough) else 0
-        self.steady = self.steady + 1 if gain >= math.log1p(limits.steady_gain) else 0
+        little = limits.steady_k_gain if arm[0] == self.arm[0] else limits.steady_gain
+        self.steady = self.steady + 1 if gain >= math.log1p(little) else 0
         cheap = METHOD_DRAFT not in (arm[0], self.arm[0])  # no KV to fill on the way there or back
         if cheap and gain >= max(math.log1p(limits.large_gain), SURE * sd):
             return True

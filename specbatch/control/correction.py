@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 G, TOKENS, CONTEXT, VERIFY, DRAFT = range(5)
 PRIOR_SD: Final = (0.7, 0.25, 0.25, 0.15, 0.35)
-ARM_SD: Final = 0.06
+ARM_SD: Final = 0.045
 STEP_NOISE: Final = 0.06  # relative, one step
 FLOOR_NOISE: Final = 0.012  # relative, what averaging does not remove
 DRIFT_SD: Final = (0.02, 0.004, 0.004, 0.004, 0.004)  # random walk an observation

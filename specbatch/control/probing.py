@@ -84,33 +84,40 @@ class Prober:
         best: Score | None = None
         best_worth = best_loss = 0.0
         best_steps = 0
-        for score in scores.values():
-            if score.arm == state.arm or not state.may_probe(step, score.arm):
-                continue
-            if score.arm[0] == METHOD_DRAFT and known.coverage < 0.3:  # no page to draft with: nothing would be learned
-                continue
-            if pass_first and score.arm[0] == METHOD_DRAFT and score.estimate.evidence < PASS_FIRST:
+        # What more drafts teach of fewer: rounds of fewer are scored within theirs. Hence fewest first.
+        taught: dict[int, float] = {}
+        for score in sorted(scores.values(), key=lambda score: score.arm[1]):
+            method = score.arm[0]
+            if score.arm == state.arm:
                 continue
             # Acceptance that is counted whatever is in force, or within the rounds that are.
-            cost_only = score.arm[0] in (METHOD_NONE, *scorer.watched) or (
-                score.arm[0] == state.arm[0] and score.arm[1] < state.arm[1]
-            )
+            within = method == state.arm[0] and score.arm[1] < state.arm[1]
+            cost_only = method in (METHOD_NONE, *scorer.watched) or within
             gain, sd = scorer.gain(score, incumbent, trying=True, cost_only=cost_only)
+            improvement = expected_improvement(gain, sd) - max(gain, 0.0)
+            if not cost_only:
+                improvement = taught[method] = max(improvement, taught.get(method, 0.0))
+            if not state.may_probe(step, score.arm):
+                continue
+            if method == METHOD_DRAFT and known.coverage < 0.3:  # no page to draft with: nothing would be learned
+                continue
+            if pass_first and method == METHOD_DRAFT and score.estimate.evidence < PASS_FIRST:
+                continue
             ways = 0.0  # filling the draft's KV, on the way there or on the way back
-            if (score.arm[0] == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
+            if (method == METHOD_DRAFT) != (state.arm[0] == METHOD_DRAFT):
                 ways = draft_prefill_seconds(known.cost) * known.draft_prefill_factor * rows * now.context
             steps = min(most, COST_STEPS) if cost_only else most
             loss = max(1.0 - math.exp(gain), 0.0) * steps * incumbent.seconds + ways + LOOKS * known.evaluation_seconds
-            if score.arm[0] in scorer.watched:
+            if method in scorer.watched:
                 loss += steps * LOOK_SECONDS
-            worth = (expected_improvement(gain, sd) - max(gain, 0.0)) * horizon - loss
+            worth = improvement * horizon - loss
             if worth > best_worth and loss <= budget:
                 best, best_worth, best_loss, best_steps = score, worth, loss, steps
         if best is None:
             return None
         self.probe_spent += best_loss
         patience = 4 * best_steps
-        if best.arm[0] == METHOD_DRAFT:
+        if best.arm[0] == METHOD_DRAFT != state.arm[0]:
             patience += math.ceil(rows * now.context / CATCH_UP_CHUNK)
         return Trial(best, best_steps, patience)
 

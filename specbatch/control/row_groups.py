@@ -121,7 +121,7 @@ class RowMix:
     def __init__(self) -> None:
         self._running: list[tuple[float, float]] = []  # (rows, alpha), sampling noise taken out
         self._all: list[tuple[float, float]] = []
-        self._known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
+        self._known: dict[tuple[int, bool], tuple[float, float, float]] = {}
         self._finished = [_Kind() for _ in range(len(EDGES) + 1)]
         self._k = 1.0  # mean drafts a round behind the counts
 
@@ -151,23 +151,29 @@ class RowMix:
         self._all = [(rows, _alpha(gain, self._k)) for rows, gain in _without_noise(everyone)]
         self._known.clear()
 
-    def correction(self, k: int, reference: int, drafting: bool, future: float) -> float:
-        """What to multiply an E_k by that was worked out from counts under k = `reference`.
+    def correction(self, k: int, drafting: int, future: float) -> float:
+        """What to multiply an E_k by that was worked out from counts of rounds of k drafts.
 
-        drafting: those counts come from the running rows as they are; otherwise every row brought in as many rounds as
-        it needs (counts over produced tokens). future: share of the work that is in rows still to come.
+        drafting: the k in force, where those counts come from the running rows as they are; 0 where every row brought in as
+        many rounds as it needs (counts over produced tokens). future: share of the work that is in rows still to come.
         """
+        found = self._correction(k, drafting > 0, future)
+        if found <= 1.0 or not drafting:
+            return min(found, 1.0)
+        # That the running rows are slower than most may be luck, which is then the same for every k; or it is what this k
+        # does to a batch, and with fewer drafts the quick rows would stay longer.
+        return max(found / max(self._correction(drafting, True, future), 1.0), 1.0)
+
+    def _correction(self, k: int, drafting: bool, future: float) -> float:
         if k < 1 or not self._all:
             return 1.0
-        parts = self._known.get((k, reference, drafting))
+        parts = self._known.get((k, drafting))
         if parts is None:
-            parts = self._known[k, reference, drafting] = self._parts(k, reference, drafting)
+            parts = self._known[k, drafting] = self._parts(k, drafting)
         here, everyone, seen = parts
-        # Never above 1: that the running rows are slower than most is luck more often than not, when they are few, and
-        # a batch that has drifted to the slow ones is what a long run has anyway.
-        return min(1.0 / (((1.0 - future) * here + future * everyone) * seen), 1.0)
+        return 1.0 / (((1.0 - future) * here + future * everyone) * seen)
 
-    def _parts(self, k: int, reference: int, drafting: bool) -> tuple[float, float, float]:
+    def _parts(self, k: int, drafting: bool) -> tuple[float, float, float]:
         """Steps a token of running rows and of all, and the E_k that the counts show."""
         everyone = [(rows, _speed(alpha, k)) for rows, alpha in self._all]
         here = [(rows, _speed(alpha, k)) for rows, alpha in self._running]
@@ -175,7 +181,7 @@ class RowMix:
             seen = here
         else:
             seen = [
-                (rows / _speed(alpha, reference), speed)
+                (rows / _speed(alpha, k), speed)
                 for (rows, alpha), (_, speed) in zip(self._all, everyone, strict=True)
             ]
         here = here or everyone
