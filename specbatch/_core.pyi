@@ -242,6 +242,11 @@ class Scheduler:
         """Score, within the rounds that rows really have, those of fewer drafts (METHOD_DRAFT and METHOD_EXTERNAL; n-gram
         rounds have set_shadow_ngram): what came of 4 drafts tells what 1, 2 and 3 would have brought, but for the token
         after a round that accepted all of its drafts, which counts as not offered."""
+    def set_least_acceptance(self, least: float, usual: float = 0.0, weight: float = 0.0) -> None:
+        """From which chance of being accepted a draft of METHOD_DRAFT pays, 0 <= least < 1 (0: no matter). A row whose own
+        drafts are accepted less often has fewer of them, or none for a while, and gives its draft pages back.
+
+        usual: that chance over all rows; weight: how many of a row's own drafts weigh as much (few where rows differ)."""
     def set_max_num_seqs(self, n: int) -> None:
         """Change how many rows may run; surplus rows are preempted, youngest first."""
     def preempt(self, handle: int) -> bool:

@@ -199,6 +199,12 @@ impl Scheduler {
         })
     }
 
+    /// From which chance of being accepted a draft pays (0: no matter); rows that accept less draft less, or rest.
+    #[pyo3(signature = (least, usual=0.0, weight=0.0))]
+    fn set_least_acceptance(&self, py: Python<'_>, least: f64, usual: f64, weight: f64) -> PyResult<()> {
+        self.with(py, |core| core.set_least_acceptance(least, usual, weight))
+    }
+
     /// Change how many rows may run; surplus rows are preempted, youngest first.
     fn set_max_num_seqs(&self, py: Python<'_>, n: i64) -> PyResult<()> {
         self.with(py, |core| core.set_max_num_seqs(n))

@@ -18,3 +18,4 @@ pub mod slab;
 pub mod speculation;
 pub mod step;
 pub mod stop;
+pub mod worth;

@@ -26,6 +26,7 @@ use crate::slab::Slab;
 use crate::speculation::{AcceptanceLine, Method, ShardTable, Speculation};
 use crate::step::{StepInfo, StepKind, StepPlan, StepResult};
 use crate::stop::TokenBytes;
+use crate::worth::Asked;
 
 /// State of one device's scheduler.
 pub struct Scheduler {
@@ -43,6 +44,8 @@ pub struct Scheduler {
     shadow_k: usize,
     /// Rounds of fewer drafts than in force are scored too.
     score_fewer: bool,
+    /// What is asked of a row's own drafts.
+    asked: Asked,
     token_bytes: Option<TokenBytes>,
     plan: StepPlan,
     /// Whether the plan's result is still to come.
@@ -77,6 +80,7 @@ impl Scheduler {
             shards: ShardTable::default(),
             shadow_k: 0,
             score_fewer: false,
+            asked: Asked::default(),
             token_bytes: None,
             plan: StepPlan::default(),
             outstanding: false,
@@ -225,6 +229,20 @@ impl Scheduler {
         if !on {
             self.rows.iter_mut().for_each(|sequence| sequence.fewer = None);
         }
+    }
+
+    /// From which chance of being accepted a draft of a draft model pays (`least`, 0: no matter), that chance over all rows
+    /// (`usual`) and the number of a row's own drafts that weigh as much (`weight`). A row whose drafts are accepted less
+    /// often has fewer of them, or none for a while, and gives its draft pages back.
+    ///
+    /// # Errors
+    /// `Error::Argument` for chances outside 0..1 (`usual` may be 1) or a negative weight.
+    pub fn set_least_acceptance(&mut self, least: f64, usual: f64, weight: f64) -> Result<()> {
+        ensure((0.0..1.0).contains(&least), || format!("least: expected at least 0 and below 1, got {least}"))?;
+        ensure((0.0..=1.0).contains(&usual), || format!("usual: expected at least 0 and at most 1, got {usual}"))?;
+        ensure(weight >= 0.0 && weight.is_finite(), || format!("weight: expected at least 0, got {weight}"))?;
+        self.asked = Asked { least: least as f32, usual: usual as f32, weight: weight as f32 };
+        Ok(())
     }
 
     /// Changes how many rows may run; the youngest surplus rows are preempted.

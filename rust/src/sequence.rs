@@ -9,6 +9,7 @@ use crate::ngram::NgramIndex;
 use crate::prefix::{PageHash, ROOT, chain};
 use crate::shadow::Shadow;
 use crate::stop::{StopConditions, StopMatch, TokenBytes, is_any};
+use crate::worth::DraftWorth;
 
 /// A row's number: stable until it is taken, reused afterwards.
 pub type Handle = u32;
@@ -86,6 +87,8 @@ pub struct DraftState {
     pub resume_at: u64,
     /// Times the table was taken back for want of pages.
     pub drops: u32,
+    /// Whether drafting pays for this row.
+    pub worth: DraftWorth,
 }
 
 /// One row. What a decode step looks at comes first: two cache lines, and a third where it drafts.

@@ -70,6 +70,7 @@ CALM_SHARE, BUSY_SHARE = 0.004, 0.01  # of the time, that evaluations may take: 
 PROBE_LOOK = 3  # steps between two looks at a probe
 NEAR = 0.2  # log of the ratio to the best mode, within which one is looked at each time
 WIDE = 8  # evaluations of which one looks at every mode
+LEAST_STEP, MOST_ASKED = 0.05, 0.9  # of the acceptance that is asked of a row's drafts
 EARLY = 4  # evaluations that come at the shortest interval whatever they take
 
 
@@ -101,6 +102,7 @@ class Controller:
         self._settled = False  # no shard near a change at the last evaluation
         self._last: tuple[Any, ...] | None = None
         self._evaluations = 0
+        self._asked = 0.0, 0.0, 0.0  # of each row's drafts
         self._news = True  # decode steps since the last evaluation
         self._wide = True  # all modes are scored, not those alone that may be the best
 
@@ -202,7 +204,19 @@ class Controller:
             if self.options.can_probe_draft:
                 self.prober.consider_pass(shard, rows_of(shard, now), state, step, now, scorer, scores)
             reason = self._consider_probe(shard, state, step, now, scorer, scores) or self._words(incumbent, scores)
+        if state.base[0] == METHOD_DRAFT and shard == max(self.states, key=lambda s: s):
+            self._ask(scorer.least_acceptance(scores[state.base]))
         return self._answer(shard, state, before, reason, scores)
+
+    def _ask(self, least: float) -> None:
+        """What a row's own drafts must bring. In steps, since every change of it is a change of the decision."""
+        mix = self.known.mix.get(METHOD_DRAFT)
+        usual, weight = mix.spread() if mix is not None else (0.0, 0.0)
+        if not usual:
+            self._asked = 0.0, 0.0, 0.0
+            return
+        least = min(round(least / LEAST_STEP) * LEAST_STEP, MOST_ASKED)
+        self._asked = least, round(usual / LEAST_STEP) * LEAST_STEP, float(2 ** round(math.log2(weight)))
 
     def _first(self, scores: Mapping[Arm, Score]) -> Arm:
         """What a new shard starts with: AR, unless what is known already speaks clearly for another mode."""
@@ -256,7 +270,13 @@ class Controller:
             newest = max(self.states, key=lambda s: s)
             self._default = self.states[newest].base
         probe_rows = self.prober.wanted_rows
-        key = (self._default, tuple((s.shard, s.method, s.k) for s in shards), self.prober.shadow_k, probe_rows)
+        key = (
+            self._asked,
+            self._default,
+            tuple((s.shard, s.method, s.k) for s in shards),
+            self.prober.shadow_k,
+            probe_rows,
+        )
         changed = key != self._last
         self._last = key
         return Decision(
@@ -270,6 +290,7 @@ class Controller:
             max_rows=0,
             changed=changed,
             reason=shards[0].reason if shards else "nothing to run yet",
+            least_acceptance=self._asked,
             score_fewer=any(method != METHOD_NGRAM for method in self.options.methods),
         )
 

@@ -174,6 +174,7 @@ class Decision:
     max_rows: int
     changed: bool  # anything above differs from the last decision: the engine may skip an unchanged one
     reason: str
+    least_acceptance: tuple[float, float, float] = (0.0, 0.0, 0.0)  # arguments of set_least_acceptance
     score_fewer: bool = False  # score rounds of fewer drafts within real ones (set_score_fewer)
 
     def to_json(self) -> dict[str, Any]:
@@ -188,6 +189,7 @@ class Decision:
             ShardDecision(**{**s, "candidates": tuple(Candidate(**c) for c in s["candidates"])})
             for s in values["shards"]
         )
+        values["least_acceptance"] = tuple(values.get("least_acceptance", (0.0, 0.0, 0.0)))
         return cls(**values)
 
 

@@ -35,6 +35,7 @@ class Difference:
             "probe_draft_k",
             "changed",
             "reason",
+            "least_acceptance",
             "score_fewer",
         ):
             old, new = getattr(self.logged, name), getattr(self.replayed, name)

@@ -21,6 +21,7 @@ from specbatch.control.records import RowGroup
 EDGES = (0.15, 0.4, 0.8, 1.5)  # accepted drafts a round that separate the groups
 LEAST_DRAFTED = 8
 LEAST_ROWS = 6.0
+LIGHTEST, HEAVIEST = 2.0, 1024.0  # what all rows are like, in drafts of one row
 FINISHED_MEMORY = 4.0  # rows finished are remembered for this many batches
 
 
@@ -151,6 +152,17 @@ class RowMix:
         self._all = [(rows, _alpha(gain, self._k)) for rows, gain in _without_noise(everyone)]
         self._known.clear()
 
+    def spread(self) -> tuple[float, float]:
+        """Chance of a draft over all rows, and the number of a row's own drafts that say as much about the row: the weight of
+        a Beta prior whose variance is that between rows. (0, 0): not known."""
+        rows = sum(r for r, _ in self._all)
+        if not rows:
+            return 0.0, 0.0
+        mean = sum(r * alpha for r, alpha in self._all) / rows
+        variance = sum(r * (alpha - mean) ** 2 for r, alpha in self._all) / rows
+        weight = mean * (1.0 - mean) / max(variance, 1e-6) - 1.0
+        return mean, min(max(weight, LIGHTEST), HEAVIEST)
+
     def correction(self, k: int, drafting: int, future: float) -> float:
         """What to multiply an E_k by that was worked out from counts of rounds of k drafts.
 
@@ -181,8 +193,7 @@ class RowMix:
             seen = here
         else:
             seen = [
-                (rows / _speed(alpha, k), speed)
-                for (rows, alpha), (_, speed) in zip(self._all, everyone, strict=True)
+                (rows / _speed(alpha, k), speed) for (rows, alpha), (_, speed) in zip(self._all, everyone, strict=True)
             ]
         here = here or everyone
         return _mean([(r, 1.0 / s) for r, s in here]), _mean([(r, 1.0 / s) for r, s in everyone]), _mean(seen)

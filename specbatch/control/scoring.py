@@ -19,6 +19,7 @@ from specbatch.control.situation import Situation
 
 AR: Arm = (METHOD_NONE, 0)
 CATCH_UP_CHUNK = 512  # draft tokens a pass when a gap is filled, for its price
+TRIM = 0.2  # share of the drafts by which a step's price is compared with less
 WHOLE_BATCH_CHUNK = 4096  # the same when the gaps of all rows are filled at once
 
 
@@ -34,6 +35,7 @@ class Score:
     tokens_per_row: float  # of the shard in question
     seconds: float  # a step, corrected
     rate: float  # tokens a second, catching up included
+    drafts: float  # a step of the whole batch
     kinds: tuple[Kind, ...]  # of step, by their share of the time
     acceptance_sd: float  # of log(rate), from acceptance
     weight: float  # share of the committed tokens that are the shard's
@@ -110,7 +112,18 @@ class Scorer:
             kinds = (busy / seconds, lead, parts), (1.0 - busy / seconds, AR, bare)
         rate = committed / (seconds + catch_up)
         spread = math.sqrt(variance) / committed
-        return Score(arm, rows, own, seconds, rate, kinds, spread, share / committed, seen)
+        return Score(arm, rows, own, seconds, rate, drafts, kinds, spread, share / committed, seen)
+
+    def least_acceptance(self, score: Score) -> float:
+        """The chance of being accepted from which one more draft in the step pays: what it costs in seconds, at the rate at
+        which seconds bring tokens."""
+        share, lead, parts = score.kinds[0]
+        drafts = score.drafts
+        if share <= 0.0 or drafts <= 0.0:
+            return 0.0
+        less = self._parts(score.rows, score.rows + (1.0 - TRIM) * drafts, {lead[1]: (1.0 - TRIM) * drafts / lead[1]})
+        saved = self.correction.predict(lead, parts) - self.correction.predict(lead, less)
+        return max(saved / (TRIM * drafts), 0.0) * score.rate
 
     def _shortfall(self) -> float:
         if self._short is None:
@@ -158,7 +171,9 @@ class Scorer:
                 raw, sd = estimate.tokens(), estimate.tokens_sd()
                 if method in self.mix:
                     live = self.in_force.get(shard, AR)
-                    correction = self.mix[method].correction(k, live[1] if live[0] == method else 0, self.now.future_share)
+                    correction = self.mix[method].correction(
+                        k, live[1] if live[0] == method else 0, self.now.future_share
+                    )
                     raw = max(raw * correction, 1.0)
                 if method == METHOD_DRAFT:  # counted over rows that drafted; some have no pages to
                     raw, sd = 1.0 + self.coverage * (raw - 1.0), sd * self.coverage

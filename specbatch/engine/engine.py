@@ -126,6 +126,7 @@ class Engine:
         self.core.set_speculation(_core.METHOD_NONE, 0)
         self.core.set_shadow_ngram(0)
         self.core.set_score_fewer(False)
+        self.core.set_least_acceptance(0.0, 0.0, 0.0)
         self.core.set_max_num_seqs(max_num_seqs or self.plan.max_num_seqs)
         self.core.take_acceptance()
         self._num_rows = 0

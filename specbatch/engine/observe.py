@@ -176,6 +176,7 @@ class PolicyDriver:
                 core.set_speculation(shard.method, shard.k, shard.shard)
         core.set_shadow_ngram(decision.shadow_ngram)
         core.set_score_fewer(decision.score_fewer)
+        core.set_least_acceptance(*decision.least_acceptance)
         if decision.max_rows:
             core.set_max_num_seqs(decision.max_rows)
 

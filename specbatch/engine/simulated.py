@@ -115,6 +115,7 @@ class CoreRows:
             self.modes[shard.shard] = mode
         self.core.set_shadow_ngram(decision.shadow_ngram)
         self.core.set_score_fewer(decision.score_fewer)
+        self.core.set_least_acceptance(*decision.least_acceptance)
 
     def observe(self) -> dict[str, Any]:
         rows, info, work = self._decoding, self._info, self.work

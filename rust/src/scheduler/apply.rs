@@ -9,6 +9,9 @@ use crate::shadow::{Ended, Round};
 use crate::speculation::Method;
 use crate::step::{RowPlan, StepKind, StepResult};
 
+/// Steps without drafts for which a row keeps its draft table.
+const SHORT_REST: u64 = 32;
+
 impl Scheduler {
     /// Whether a row of the outstanding step still is what it was when the step was planned.
     pub(super) fn is_current(&self, row: &RowPlan) -> bool {
@@ -140,6 +143,16 @@ impl Scheduler {
         }
         if self.shadow_k > 0 {
             self.observe(row, before);
+        }
+        if row.asked && self.asked.least > 0.0 && self.plan.method == Method::Draft && finish.is_none() {
+            let rest = self.rows[row.handle].draft.worth.observe(num_draft, accepted, self.asked);
+            if rest > 0 {
+                // A short rest leaves a short gap to catch up; after a long one the pages are worth more to others.
+                if rest > SHORT_REST {
+                    self.release_draft(row.handle);
+                }
+                self.rows[row.handle].draft.resume_at = self.decode_steps + rest;
+            }
         }
         match finish {
             Some(reason) => self.finish(row.handle, reason, RowError::None),
