@@ -59,9 +59,9 @@ def test_rows_that_differ_progress_at_the_harmonic_mean() -> None:
     mix.add(tally.groups(rows, finished=False), 200)
     speed = (1 - alpha**5) / (1 - alpha)
     wanted = 1 / (1 / speed).mean() / speed.mean()
-    assert mix.correction(4, 4, True, 1.0) == pytest.approx(wanted, abs=0.05)
-    assert mix.correction(1, 4, True, 1.0) > mix.correction(8, 4, True, 1.0)
-    assert RowMix().correction(4, 4, True, 1.0) == 1.0
+    assert mix.correction(4, 4, 1.0) == pytest.approx(wanted, abs=0.05)
+    assert mix.correction(1, 4, 1.0) > mix.correction(8, 4, 1.0)
+    assert RowMix().correction(4, 4, 1.0) == 1.0
 
 
 def test_luck_is_not_taken_for_a_difference_between_rows() -> None:
@@ -72,7 +72,7 @@ def test_luck_is_not_taken_for_a_difference_between_rows() -> None:
         tally.add(rows, np.full(300, 3), np.cumprod(hits, axis=1).sum(axis=1))
     mix = RowMix()
     mix.add(tally.groups(rows, finished=False), 300)
-    assert 0.96 < mix.correction(3, 3, True, 1.0) <= 1.0
+    assert 0.96 < mix.correction(3, 3, 1.0) <= 1.0
     tally.reset(rows[:150])
     assert sum(g.rows for g in tally.groups(rows, finished=True)) == 150
 
@@ -99,7 +99,7 @@ def test_a_few_slow_rows_do_not_promise_fast_ones_to_come() -> None:
     slow = RowGroup(finished=False, rows=8, rounds=80, drafted=320, accepted=40)
     fast = RowGroup(finished=True, rows=100, rounds=1000, drafted=4000, accepted=3000)
     mix.add([slow, fast], running=8)
-    here, everyone, seen = mix._parts(4, 4, True)
+    here, everyone, seen = mix._parts(4, True)
     assert 1.0 / (everyone * seen) > 1.3  # what it would be raised by
-    assert mix.correction(4, 4, True, 0.9) == 1.0
+    assert mix.correction(4, 4, 0.9) == 1.0
     assert 1.0 / (here * seen) <= 1.0

@@ -21,6 +21,7 @@ class Limits:
     steady_gain: float = 0.015  # worth a switch when seen `steady_times` in a row
     steady_k_gain: float = 0.007  # the same between two k of one method
     steady_times: int = 6
+    tie: float = 0.01  # gain over AR below which a draft model is no better, when seen `steady_times` in a row
     large_gain: float = 0.25  # shortens the dwell to a quarter
     dwell: int = 8
     max_dwell: int = 256
@@ -50,6 +51,7 @@ class ShardState:
     dwell: int
     strong: int = 0  # evaluations in a row with a gain worth a switch
     steady: int = 0
+    ties: int = 0  # evaluations in a row in which the draft model in force was no better than AR
     switches: int = 0
     home: Arm | None = None  # during a probe: the mode to go back to
     probe_goal: int = 0  # decode steps in the mode (over the whole run) at which the probe has seen enough
@@ -79,6 +81,12 @@ class ShardState:
             return False
         return self.strong >= 2 or self.steady >= limits.steady_times
 
+    def tied(self, gain: float, limits: Limits) -> bool:
+        """Whether the draft model in force, with this gain over AR, has been no better for long enough to be given up: what
+        it costs that no score counts (gaps, rests, pages of others) decides then."""
+        self.ties = self.ties + 1 if gain < math.log1p(limits.tie) else 0
+        return self.ties >= limits.steady_times
+
     def switch(self, step: int, arm: Arm, limits: Limits) -> None:
         """Change for good. Coming back to a mode left not long ago doubles the dwell, a calm time halves it."""
         if step - self.left.get(arm, -(1 << 40)) < 8 * self.dwell:
@@ -87,7 +95,7 @@ class ShardState:
             self.dwell = max(self.dwell // 2, limits.dwell)
         self.left[self.base] = step
         self.arm, self.home, self.since = arm, None, step
-        self.strong = self.steady = 0
+        self.strong = self.steady = self.ties = 0
         self.switches += 1
 
     def probe(self, step: int, arm: Arm, steps: int, done: int, patience: int) -> None:

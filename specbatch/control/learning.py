@@ -27,6 +27,7 @@ from specbatch.control.situation import Gauges, OutputLengths
 
 MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
 MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
+COVERAGE_STEPS = 512.0  # without drafts, in which what was learned of the room for them halves
 ROW_ALIKE = 0.3  # correlation of rounds of one row: many rounds of few rows say less than the same rounds of many
 
 
@@ -119,7 +120,7 @@ class Learner:
             seen = min(sum(s.draft_rows for s in stats) / (rows * wanted / live), 1.0)
             weight = 1.0 - 0.5 ** (sum(s.steps for s in stats) / 16.0)
         else:
-            seen, weight = 1.0, 1.0 - 0.5 ** (sum(s.steps for s in observation.steps) / 64.0)
+            seen, weight = 1.0, 1.0 - 0.5 ** (sum(s.steps for s in observation.steps) / COVERAGE_STEPS)
         self.coverage += weight * (seen - self.coverage)
 
     def _learn_acceptance(self, observation: Observation, shadowed: bool) -> None:

@@ -29,12 +29,10 @@ def host_seconds(parts: EngineParts, target: Pass) -> tuple[tuple[float, float],
 
     The engine's core must have no rows; it is left as it was found, without cached prefixes.
     """
-    found = []
     room = (parts.plan.num_pages - 1) // -(-(PROMPT + TOKENS) // parts.plan.layout.block_size)
-    for rows in sorted({1, min(parts.plan.max_num_seqs, room)}):
-        if rows >= 1 and target(rows, rows, rows * (PROMPT + TOKENS)) <= LONG:
-            found.append((float(rows), _beside(parts, target, rows)))
-    return tuple(found)
+    many = sorted({1, min(parts.plan.max_num_seqs, room)} - {0})
+    short = [rows for rows in many if target(rows, rows, rows * (PROMPT + TOKENS)) <= LONG]
+    return tuple((float(rows), _beside(parts, target, rows)) for rows in short)
 
 
 def _beside(parts: EngineParts, target: Pass, rows: int) -> float:

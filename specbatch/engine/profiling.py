@@ -18,7 +18,6 @@ from specbatch.engine.graphs import CudaCapturer, Function, GraphRunner
 from specbatch.engine.model_runner import ModelRunner
 from specbatch.engine.parts import EngineParts
 
-
 PASSES = 4  # of a draft that runs them in one call, of which each is a part
 
 
