@@ -59,9 +59,9 @@ def test_rows_that_differ_progress_at_the_harmonic_mean() -> None:
     mix.add(tally.groups(rows, finished=False), 200)
     speed = (1 - alpha**5) / (1 - alpha)
     wanted = 1 / (1 / speed).mean() / speed.mean()
-    assert mix.correction(4, 4, 1.0) == pytest.approx(wanted, abs=0.05)
-    assert mix.correction(1, 4, 1.0) > mix.correction(8, 4, 1.0)
-    assert RowMix().correction(4, 4, 1.0) == 1.0
+    assert mix.correction(4, True, 1.0) == pytest.approx(wanted, abs=0.05)
+    assert mix.correction(1, True, 1.0) > mix.correction(8, True, 1.0)
+    assert RowMix().correction(4, True, 1.0) == 1.0
 
 
 def test_luck_is_not_taken_for_a_difference_between_rows() -> None:
@@ -72,7 +72,7 @@ def test_luck_is_not_taken_for_a_difference_between_rows() -> None:
         tally.add(rows, np.full(300, 3), np.cumprod(hits, axis=1).sum(axis=1))
     mix = RowMix()
     mix.add(tally.groups(rows, finished=False), 300)
-    assert 0.96 < mix.correction(3, 3, 1.0) <= 1.0
+    assert 0.96 < mix.correction(3, True, 1.0) <= 1.0
     tally.reset(rows[:150])
     assert sum(g.rows for g in tally.groups(rows, finished=True)) == 150
 
@@ -101,5 +101,30 @@ def test_a_few_slow_rows_do_not_promise_fast_ones_to_come() -> None:
     mix.add([slow, fast], running=8)
     here, everyone, seen = mix._parts(4, True)
     assert 1.0 / (everyone * seen) > 1.3  # what it would be raised by
-    assert mix.correction(4, 4, 0.9) == 1.0
+    assert mix.correction(4, True, 0.9) == 1.0
     assert 1.0 / (here * seen) <= 1.0
+
+
+def test_how_much_a_row_must_show_depends_on_how_much_rows_differ() -> None:
+    tally, rng = RowTally(), np.random.default_rng(0)
+    rows = np.arange(300)
+    assert RowMix().spread() == (0.0, 0.0)
+    weights = []
+    for alpha in (np.full(300, 0.6), np.where(rows % 2 == 0, 0.9, 0.15)):
+        for _ in range(12):
+            hits = rng.random((300, 3)) < alpha[:, None]
+            tally.add(rows, np.full(300, 3), np.cumprod(hits, axis=1).sum(axis=1))
+        mix = RowMix()
+        mix.add(tally.groups(rows, finished=False), 300)
+        tally.reset(rows)
+        mean, weight = mix.spread()
+        assert mean == pytest.approx(alpha.mean(), abs=0.1)
+        weights.append(weight)
+    assert weights[0] > 20 > 4 > weights[1]
+
+
+def test_a_draft_model_that_is_no_better_is_given_up_after_a_while() -> None:
+    limits, state = Limits(steady_times=3, tie=0.01), ShardState((METHOD_DRAFT, 2), since=0, dwell=8)
+    assert [state.tied(gain, limits) for gain in (0.0, 0.005, 0.2, 0.0, -0.1, 0.009)] == [False] * 5 + [True]
+    state.switch(40, (METHOD_NONE, 0), limits)
+    assert state.ties == 0

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -304,3 +305,30 @@ def test_a_first_touch_of_memory_is_not_taken_for_the_price_of_context() -> None
 
     cost = profile(measure, max_rows=64, max_k=8, with_draft=False, budget=3.0, clock=lambda: now)
     assert cost.target(64, 64, 64 * 400) < 0.15
+
+
+def test_what_else_runs_on_the_machine_is_not_taken_for_the_price_of_a_step() -> None:
+    """Every now and then something takes the processor for a time that is long beside a short step, for several in a row."""
+    rng, now, busy = np.random.default_rng(3), 0.0, 0
+
+    def measure(kind: str, rows: int, tokens_per_row: int, context: int) -> float:
+        nonlocal now, busy
+        busy = busy - 1 if busy else 6 * int(rng.random() < 0.05)
+        seconds = cpu_like(rows, tokens_per_row, context) / 50.0 * (5.0 if busy else 1.0)
+        now += seconds
+        return seconds
+
+    cost = profile(measure, max_rows=64, max_k=8, with_draft=True, budget=8.0, clock=lambda: now)
+    for rows in (1, 8, 64):
+        for q in (1, 2, 5, 9):
+            truth = cpu_like(rows, q, 128) / 50.0
+            assert cost.target(rows, rows * q, rows * 128) == pytest.approx(truth, rel=0.15), (rows, q)
+
+
+def test_the_host_is_part_of_every_step() -> None:
+    cost = replace(grid(), host_seconds=((1.0, 1e-3), (16.0, 4e-3)))
+    assert [cost.host(rows) for rows in (1, 8.5, 16, 40)] == pytest.approx([1e-3, 2.5e-3, 4e-3, 4e-3])
+    assert grid().host(8) == 0.0
+    assert cost_from_json(json.loads(json.dumps(cost.to_json()))).host(8.5) == cost.host(8.5)
+    with_host, without = (step_parts(c, 4.0, 8.0, 400.0, {}) for c in (cost, grid()))
+    assert with_host.total - without.total == pytest.approx(cost.host(4.0))

@@ -207,6 +207,57 @@ def test_the_shadow_counts_what_ngram_speculation_would_have_got(mode: tuple[int
         assert abs(int(shadow.committed[line]) - int(counts.committed[0])) <= 2 * len(requests)
 
 
+def test_rounds_of_fewer_drafts_are_scored_within_real_ones() -> None:
+    """Three drafts a round tell what one and two would have brought."""
+    requests = [Request(i, p, max_tokens=200) for i, p in enumerate(prompts(6, 9))]
+    scored = PagedDevice(model=Model(draft_skill=70), num_pages=400, max_num_seqs=6)
+    scored.core.set_score_fewer(True)
+    run(scored, requests, EXTERNAL, 3)
+    counts = scored.core.take_acceptance()
+    lines = {k: line for line, k in enumerate(counts.k.tolist())}
+    assert counts.method.tolist() == [EXTERNAL] * 3
+    assert sorted(lines) == [0, 1, 2]
+    for k in (1, 2):
+        real = PagedDevice(model=Model(draft_skill=70), num_pages=400, max_num_seqs=6)
+        run(real, requests, EXTERNAL, k)
+        wanted, found = real.core.take_acceptance(), lines[k]
+        assert counts.offered[found, k:].sum() == 0
+        rate = counts.committed[found] / counts.rounds[found]
+        assert rate == pytest.approx(wanted.committed[0] / wanted.rounds[0], rel=0.06)
+        assert counts.rounds[found] == pytest.approx(counts.rounds[lines[0]], rel=0.05)
+    scored.core.set_score_fewer(False)
+    run(scored, [Request(9, prompts(1)[0], max_tokens=20)], EXTERNAL, 3)
+    assert scored.core.take_acceptance().k.tolist() == [0]
+
+
+def test_rows_that_accept_little_draft_less_and_give_their_pages_back() -> None:
+    requests = [Request(i, p, max_tokens=120) for i, p in enumerate(prompts(4, 9))]
+    drafted: dict[float, int] = {}
+    for least in (0.0, 0.5):
+        device = PagedDevice(model=Model(draft_skill=15), draft_block_size=4, num_pages=400)
+        device.core.set_least_acceptance(least, 0.6, 4.0)
+        run(device, requests, DRAFT, 4)
+        for request in requests:
+            device.check_answer(request)
+        device.core.check_integrity()
+        drafted[least] = sum(answer.drafted for answer in device.finished.values())
+    assert drafted[0.5] < 0.4 * drafted[0.0]
+    good = PagedDevice(model=Model(draft_skill=100), draft_block_size=4, num_pages=400)
+    good.core.set_least_acceptance(0.5, 0.6, 4.0)
+    run(good, requests, DRAFT, 4)
+    counts = good.core.take_acceptance()
+    assert counts.accepted[0, 3] > 0.7 * counts.rounds[0]  # rows that accept all come to have all
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [((1.0,), "least"), ((-0.1,), "least"), ((0.5, 1.1), "usual"), ((0.5, 0.5, -1.0), "weight")]
+)
+def test_what_is_asked_of_rows_must_be_a_chance(arguments: tuple[float, ...], named: str) -> None:
+    core, _, _ = bare(max_num_seqs=2)
+    with pytest.raises(ValueError, match=named):
+        core.set_least_acceptance(*arguments)
+
+
 def test_methods_of_overlapping_shards_share_a_step_without_mixing() -> None:
     """A step has one method; the rows of the other shard run autoregressively in it."""
     device = PagedDevice(draft_block_size=4, num_pages=100, max_num_seqs=5)

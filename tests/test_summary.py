@@ -163,9 +163,10 @@ def test_the_report_puts_manifest_and_decisions_together(tmp_path: Path) -> None
     a_manifest(tmp_path, [a_part("part-00000.parquet", row_errors={"empty_prompt": 2}), None])
     counts = AcceptanceSample(0, 1, 10, 8, (8, 6), (6, 3), 17)
     shadow = AcceptanceSample(0, 4, 10, 8, (100, 100), (0, 0), 17)
+    fewer = AcceptanceSample(0, 1, 10, 8, (100, 0), (0, 0), 17, k=1)  # scored within real rounds
     log = [
         (an_observation(10, ()), a_decision(10, 0, 0, switched=True)),
-        (an_observation(20, (counts, shadow)), a_decision(20, 1, 2, switched=True, probe=True)),
+        (an_observation(20, (counts, shadow, fewer)), a_decision(20, 1, 2, switched=True, probe=True)),
         (an_observation(30, (counts,)), a_decision(30, 1, 2, switched=True)),
         (an_observation(40, ()), a_decision(40, 1, 2, switched=False)),
     ]

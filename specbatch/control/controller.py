@@ -200,10 +200,10 @@ class Controller:
                 self._settled = False
         else:
             state.strong = state.steady = 0
-        if not reason and state.home is None and state.arm[0] == METHOD_DRAFT and AR in scores:
-            if state.tied(scorer.gain(best, scores[AR])[0], limits):
-                state.switch(step, AR, limits)
-                reason = f"{name(best.arm)} is no better than ar: {self._ratio(best, scores[AR])}"
+        drafting = state.home is None and state.arm[0] == METHOD_DRAFT and AR in scores
+        if not reason and drafting and state.tied(scorer.gain(best, scores[AR])[0], limits):
+            state.switch(step, AR, limits)
+            reason = f"{name(best.arm)} is no better than ar: {self._ratio(best, scores[AR])}"
         if not reason:
             if self.options.can_probe_draft:
                 self.prober.consider_pass(shard, rows_of(shard, now), state, step, now, scorer, scores)

@@ -163,27 +163,21 @@ class RowMix:
         weight = mean * (1.0 - mean) / max(variance, 1e-6) - 1.0
         return mean, min(max(weight, LIGHTEST), HEAVIEST)
 
-    def correction(self, k: int, drafting: int, future: float) -> float:
+    def correction(self, k: int, drafting: bool, future: float) -> float:
         """What to multiply an E_k by that was worked out from counts of rounds of k drafts.
 
-        drafting: the k in force, where those counts come from the running rows as they are; 0 where every row brought in as
-        many rounds as it needs (counts over produced tokens). future: share of the work that is in rows still to come.
+        drafting: those counts come from the running rows as they are; otherwise every row brought in as many rounds as it
+        needs (counts over produced tokens). future: share of the work that is in rows still to come.
         """
-        found = self._correction(k, drafting > 0, future)
-        if found <= 1.0 or not drafting:
-            return min(found, 1.0)
-        # That the running rows are slower than most may be luck, which is then the same for every k; or it is what this k
-        # does to a batch, and with fewer drafts the quick rows would stay longer.
-        return max(found / max(self._correction(drafting, True, future), 1.0), 1.0)
-
-    def _correction(self, k: int, drafting: bool, future: float) -> float:
         if k < 1 or not self._all:
             return 1.0
         parts = self._known.get((k, drafting))
         if parts is None:
             parts = self._known[k, drafting] = self._parts(k, drafting)
         here, everyone, seen = parts
-        return 1.0 / (((1.0 - future) * here + future * everyone) * seen)
+        # Never above 1: that the running rows are slower than most is luck more often than not, when they are few, and
+        # a batch that has drifted to the slow ones is what a long run has anyway.
+        return min(1.0 / (((1.0 - future) * here + future * everyone) * seen), 1.0)
 
     def _parts(self, k: int, drafting: bool) -> tuple[float, float, float]:
         """Steps a token of running rows and of all, and the E_k that the counts show."""

@@ -171,9 +171,7 @@ class Scorer:
                 raw, sd = estimate.tokens(), estimate.tokens_sd()
                 if method in self.mix:
                     live = self.in_force.get(shard, AR)
-                    correction = self.mix[method].correction(
-                        k, live[1] if live[0] == method else 0, self.now.future_share
-                    )
+                    correction = self.mix[method].correction(k, live[0] == method, self.now.future_share)
                     raw = max(raw * correction, 1.0)
                 if method == METHOD_DRAFT:  # counted over rows that drafted; some have no pages to
                     raw, sd = 1.0 + self.coverage * (raw - 1.0), sd * self.coverage

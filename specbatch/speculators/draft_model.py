@@ -41,11 +41,16 @@ class DraftModelSpeculator:
 
     @torch.inference_mode()
     def propose(self, info: StepInfo, arrays: StepArrays, params: RowParams) -> Proposal:
-        count = info.num_rows
         packed = self.runner.model.packed
         if packed is not None and params.is_plain_greedy and not self.with_probs:
             packed.draft(info, arrays.host, params.vocab)  # on a CPU, where host and device are one
-            return Proposal(arrays.device["num_draft_tokens"][:count])
+            return Proposal(arrays.device["num_draft_tokens"][: info.num_rows])
+        return self.pass_by_pass(info, arrays, params)
+
+    @torch.inference_mode()
+    def pass_by_pass(self, info: StepInfo, arrays: StepArrays, params: RowParams) -> Proposal:
+        """`propose` with any sampling, on any device."""
+        count = info.num_rows
         wanted = arrays.host["num_draft_tokens"][:count]
         rows_host = np.flatnonzero(wanted > 0)
         device = arrays.device["input_ids"].device
