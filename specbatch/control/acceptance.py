@@ -31,7 +31,7 @@ from specbatch.control.records import (
 SHADOWS: Final = {METHOD_NGRAM_SHADOW: METHOD_NGRAM, METHOD_DRAFT_SHADOW: METHOD_DRAFT}
 EARLIER_SHARDS: Final = 16.0  # pseudo-counts what earlier shards found is worth in a new one
 OTHER_K: Final = 24.0  # pseudo-counts what other k found is worth, less what was counted at this one
-NEXT_POSITION: Final = 4.0  # pseudo-counts p_{j-1} is worth for p_j
+NEXT_POSITION: Final = 8.0  # pseudo-counts p_{j-1} is worth for p_j
 SHARED: Final = 0.3  # of the doubt about a position, what is left when two k are compared that both have it
 OVERDISPERSION: Final = 2.0  # rounds of one row are alike: variances are this much above binomial
 SHARD_SD: Final = 0.25  # how far apart shards may be, and the rounds that settle where this one is
