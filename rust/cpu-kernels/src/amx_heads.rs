@@ -3,8 +3,9 @@
 
 use std::arch::x86_64::*;
 
-use crate::amx_rows::{End, SIDE, halves};
+use crate::amx_rows::{End, SIDE};
 use crate::attention::Stored;
+use crate::attention_avx512::halves;
 use crate::decoder::{Layer, Shape};
 use crate::epilogue::Tile;
 use crate::pages::LayerPages;

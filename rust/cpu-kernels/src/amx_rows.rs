@@ -7,6 +7,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use crate::amx::{CONFIG, LINE_STRIDE};
+use crate::attention_avx512::halves;
 use crate::epilogue::{Tile, finish};
 use crate::int8::dequantise;
 use crate::packed::{COLUMNS, GROUP, Line, Number};
@@ -226,19 +227,6 @@ impl End for Silu {
             }
         }
     }
-}
-
-/// As `epilogue::halves`. NOTE: the processor's own conversion makes zeros of what is below the normal numbers.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(crate) fn halves(values: __m512) -> __m256i {
-    let bits = _mm512_castps_si512(values);
-    let high = _mm512_srli_epi32::<16>(bits);
-    let even = _mm512_and_si512(high, _mm512_set1_epi32(1));
-    let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), even);
-    let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
-    let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
-    _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), nan, quiet))
 }
 
 /// `silu(gate) * up`, the operations of `epilogue.rs` one by one.

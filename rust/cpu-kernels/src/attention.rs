@@ -24,6 +24,8 @@ const TILE: usize = 16;
 const TILE_PAIRS: usize = 192;
 /// (token, head) pairs of a row and KV head up to which all KV heads may make one task.
 const FEW_PAIRS: usize = 32;
+/// The largest head whose output can be rounded as it comes.
+pub(crate) const MOST_ROUNDED: usize = 256;
 /// What such a task takes, in hundredths of its KV heads' own tasks (measured: 60 to 70).
 const TOGETHER: usize = 70;
 
@@ -173,7 +175,12 @@ impl Tasks {
 /// A writable slice that several tasks fill at disjoint places.
 #[derive(Clone, Copy)]
 #[doc(hidden)]
-pub struct Shared(pub(crate) *mut f32);
+pub struct Shared {
+    pub(crate) at: *mut f32,
+    /// Rows of bfloat16 that get the output instead, so many numbers apart; null: none.
+    pub(crate) half: *mut u16,
+    pub(crate) stride: usize,
+}
 // SAFETY: each task writes only the outputs of its own tokens and heads (see `Prepared::run`).
 unsafe impl Send for Shared {}
 unsafe impl Sync for Shared {}
@@ -213,13 +220,31 @@ impl<'a, E: Stored> Prepared<'a, E> {
         need(tasks.query_start == rows.query_start, || "these tasks are of other rows".into())?;
         check(query, heads, storage.len(), pages, rows, options, out)?;
         let path = Path::best::<E>(pages.head_dim);
-        Ok(Self { query, heads, storage, pages, rows, options, tasks, out: Shared(out.as_mut_ptr()), path })
+        let out = Shared { at: out.as_mut_ptr(), half: std::ptr::null_mut(), stride: 0 };
+        Ok(Self { query, heads, storage, pages, rows, options, tasks, out, path })
     }
 
     /// Use no newer instructions than these, to compare and to test.
     #[must_use]
     pub fn at_most(mut self, path: Path) -> Self {
         self.path = self.path.min(path).fitting::<E>(self.pages.head_dim);
+        self
+    }
+
+    /// Whether the output can be had in bfloat16 (`rounded`).
+    #[must_use]
+    pub(crate) fn rounds(&self) -> bool {
+        self.path == Path::Amx && self.pages.head_dim <= MOST_ROUNDED
+    }
+
+    /// Let the output be rounded to bfloat16 as it comes, into rows of tokens, `stride` numbers apart.
+    ///
+    /// # Safety
+    /// It `rounds`; the rows are there for all tokens, and as `out` in `run`.
+    #[must_use]
+    pub(crate) unsafe fn rounded(mut self, half: *mut u16, stride: usize) -> Self {
+        debug_assert!(self.rounds());
+        self.out = Shared { half, stride, ..self.out };
         self
     }
 

@@ -48,6 +48,19 @@ pub fn exp2(x: __m512) -> __m512 {
 #[allow(clippy::approx_constant)] // a minimax coefficient, near ln 2 and not it
 const EXP2: [f32; 6] = [0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0];
 
+/// As `epilogue::halves`. NOTE: the processor's own conversion makes zeros of what is below the normal numbers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn halves(values: __m512) -> __m256i {
+    let bits = _mm512_castps_si512(values);
+    let high = _mm512_srli_epi32::<16>(bits);
+    let even = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), even);
+    let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+    let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+    _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), nan, quiet))
+}
+
 /// tanh, to 2e-7.
 #[inline]
 #[target_feature(enable = "avx512f")]

@@ -11,8 +11,8 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use crate::attention::{Shared, Stored};
-use crate::attention_avx512::{LANES, Line, Running, Shrink, cap_scores};
+use crate::attention::{MOST_ROUNDED, Shared, Stored};
+use crate::attention_avx512::{LANES, Line, Running, Shrink, cap_scores, halves};
 use crate::attention_blocks::{Ahead, BLOCK, Block};
 use crate::attention_sight::Sight;
 use crate::attention_task::Task;
@@ -242,7 +242,17 @@ pub(crate) unsafe fn finish<E: Stored, K: Kernel<E>>(
                 total += (sink - maximum.0[lane]).exp2(); // of either sign: a sink may be above every score
             }
             let factor = if total == 0.0 { 0.0 } else { 1.0 / total };
-            K::give(sums, lane, task.pages.head_dim, factor, out.0.add(task.offset(group.head + h, pair)));
+            let dim = task.pages.head_dim;
+            if out.half.is_null() {
+                K::give(sums, lane, dim, factor, out.at.add(task.offset(group.head + h, pair)));
+                continue;
+            }
+            let mut numbers = [Line([0.0; LANES]); MOST_ROUNDED / LANES];
+            K::give(sums, lane, dim, factor, numbers.as_mut_ptr().cast());
+            let to = out.half.add(task.token(pair) * out.stride + task.head(group.head + h, pair) * dim);
+            for (i, line) in numbers[..dim / LANES].iter().enumerate() {
+                _mm256_storeu_si256(to.add(i * LANES).cast(), halves(_mm512_load_ps(line.0.as_ptr())));
+            }
         }
     }
 }

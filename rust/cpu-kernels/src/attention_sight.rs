@@ -72,7 +72,10 @@ impl Sight {
         scores: *mut Line,
     ) {
         let context = task.context();
-        for j in 0..n {
+        // Without window or tree all lanes see what the least of them sees.
+        let plain = task.rows.ancestors.is_none() && self.all_above == i32::MIN && at >= seen.0;
+        let from = if plain { (i64::from(self.all_to) + 1 - at as i64).clamp(0, n as i64) as usize } else { 0 };
+        for j in from.min(seen.1.saturating_sub(at))..n {
             let key = at + j;
             let visible = if key < seen.0 || key >= seen.1 {
                 0

@@ -190,7 +190,7 @@ impl<E: Stored> Task<'_, E> {
             }
             let factor = if total > 0.0 { 1.0 / total } else { 0.0 };
             // SAFETY: tokens of a tile and heads of a KV head belong to this task alone; `check` proved the length.
-            let target = unsafe { std::slice::from_raw_parts_mut(out.0.add(self.offset(0, q)), dim) };
+            let target = unsafe { std::slice::from_raw_parts_mut(out.at.add(self.offset(0, q)), dim) };
             for (o, a) in target.iter_mut().zip(&acc[q * dim..][..dim]) {
                 *o = a * factor;
             }

@@ -102,12 +102,16 @@ impl Decoder {
             let (query, out) = (&self.query[..tokens * width], &mut self.attention[..]);
             let storage = &*step.storage;
             let prepared = Prepared::new(&self.tasks, query, shape.heads, storage, pages, &step.rows, &options, out)?;
+            let rounded = prepared.rounds();
+            // SAFETY: the buffer holds all tokens' rows.
+            let prepared =
+                if rounded { unsafe { prepared.rounded(shared.attended, layer.output.k_padded) } } else { prepared };
             // SAFETY: `run` gives each task once and returns when all have ended.
             team.run(prepared.len(), &|task| unsafe { prepared.run(task) });
             lap(1);
             let (this, step) = (&*self, &*step);
             team.run(blocks, &|index| unsafe {
-                this.after_attention(layer, block(index), &shared);
+                this.after_attention(layer, block(index), &shared, rounded);
                 if at + 1 < this.layers.len() {
                     this.before_attention(at + 1, block(index), &shared, step);
                 }
@@ -150,8 +154,8 @@ impl Decoder {
         }
     }
 
-    /// Output projection and gated MLP of a layer, into `hidden`.
-    unsafe fn after_attention<E: Stored>(&self, layer: &Layer, block: Block, shared: &Shared<E>) {
+    /// Output projection and gated MLP of a layer, into `hidden`. `rounded`: attention's output is in `attended` already.
+    unsafe fn after_attention<E: Stored>(&self, layer: &Layer, block: Block, shared: &Shared<E>, rounded: bool) {
         let shape = &self.shape;
         let width = shape.heads * shape.head_dim;
         let hidden = |token: usize| shared.hidden.wrapping_add(token * shape.hidden);
@@ -159,13 +163,15 @@ impl Decoder {
         let most = rows_at_once(layer.output.bytes(), 2 * stride);
         let normed_stride = layer.gate_up.k_padded;
         let normed = |token: usize| shared.normed.wrapping_add(token * normed_stride);
-        // SAFETY: the block's own rows; its first rows of `attended` serve all of them in turn.
+        // SAFETY: the block's own rows.
         unsafe {
-            let attended = shared.attended.add(block.first * stride);
             for first in (block.first..block.end).step_by(most) {
                 let rows = most.min(block.end - first);
-                let from = std::slice::from_raw_parts(shared.attention.add(first * width), rows * width);
-                token_ops::convert_here(from, width, Sink::Bf16 { at: attended, stride });
+                let attended = shared.attended.add(first * stride);
+                if !rounded {
+                    let from = std::slice::from_raw_parts(shared.attention.add(first * width), rows * width);
+                    token_ops::convert_here(from, width, Sink::Bf16 { at: attended, stride });
+                }
                 let output = Output::Add { at: hidden(first), stride: shape.hidden };
                 let input = Rows::Bf16 { at: attended, stride };
                 Product { weight: &layer.output, input, rows, output }.run_here(self.kernel);

@@ -37,6 +37,8 @@ mod int8_check;
 mod lanes;
 mod lanes_int8;
 mod lines;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod norm_avx512;
 pub mod packed;
 pub mod pages;
 pub mod product;

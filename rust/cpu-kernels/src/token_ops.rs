@@ -146,6 +146,14 @@ pub fn norm(team: &Team, from: &[f32], weight: &[f32], eps: f32, count: usize, t
 
 /// As `norm`, of the tokens of `from` alone, on the calling thread; `to` begins with the first of them.
 pub fn norm_here(from: &[f32], weight: &[f32], eps: f32, to: Sink) {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if let Sink::Bf16 { at, stride } = to
+        && has_avx512()
+        && weight.len().is_multiple_of(16)
+    {
+        // SAFETY: the sink was made for so many tokens of this size.
+        return unsafe { crate::norm_avx512::norm(from, weight, eps, at, stride) };
+    }
     // SAFETY: the sink was made for so many tokens of this size.
     unsafe { norm_tokens(from, weight, eps, 0, from.len() / weight.len(), to) };
 }
