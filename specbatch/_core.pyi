@@ -382,6 +382,8 @@ class CpuDecoder:
         seq_lens: NDArray[np.int32],  # [R]
         block_tables: NDArray[np.int32],  # [R, P]
         tree_ancestors: NDArray[np.int64] | None = None,  # [T]
+        wanted: NDArray[np.int32]
+        | None = None,  # [L] rising: other tokens' rows of `hidden` may hold anything after it
     ) -> None:
         """Run the layers; keys and values go to the pages. ValueError when something does not fit: no page is written then."""
 

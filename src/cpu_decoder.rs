@@ -251,7 +251,7 @@ impl CpuDecoder {
 
     /// Run the layers on hidden [tokens, hidden size] in place.
     #[pyo3(signature = (hidden, *, storage, pages, positions, slot_mapping, query_start_loc, seq_lens, block_tables,
-        tree_ancestors=None))]
+        tree_ancestors=None, wanted=None))]
     #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
     fn forward(
         &mut self,
@@ -265,7 +265,9 @@ impl CpuDecoder {
         seq_lens: PyReadonlyArray1<'_, i32>,
         block_tables: PyReadonlyArray2<'_, i32>,
         tree_ancestors: Option<PyReadonlyArray1<'_, i64>>,
+        wanted: Option<PyReadonlyArray1<'_, i32>>,
     ) -> PyResult<()> {
+        let wanted = wanted.as_ref().map(|w| slice(w, "wanted")).transpose()?;
         let contiguous = |name: &str| PyValueError::new_err(format!("{name} must be contiguous"));
         let hidden = hidden.as_slice_mut().map_err(|_| contiguous("hidden"))?;
         let pages: Vec<LayerPages> = pages.iter().map(|p| p.0).collect();
@@ -283,10 +285,12 @@ impl CpuDecoder {
         let Self { decoder, team, .. } = self;
         if let Ok(mut storage) = storage.extract::<PyReadwriteArray1<'_, f32>>() {
             let storage = storage.as_slice_mut().map_err(|_| contiguous("storage"))?;
-            py.detach(|| decoder.forward(team, hidden, &mut Step { positions, slots, rows, storage, pages: &pages }))
+            let mut step = Step { positions, slots, rows, storage, pages: &pages };
+            py.detach(|| decoder.forward_for(team, hidden, &mut step, wanted))
         } else if let Ok(mut storage) = storage.extract::<PyReadwriteArray1<'_, u16>>() {
             let storage = storage.as_slice_mut().map_err(|_| contiguous("storage"))?;
-            py.detach(|| decoder.forward(team, hidden, &mut Step { positions, slots, rows, storage, pages: &pages }))
+            let mut step = Step { positions, slots, rows, storage, pages: &pages };
+            py.detach(|| decoder.forward_for(team, hidden, &mut step, wanted))
         } else {
             return Err(PyTypeError::new_err("storage must be float32, or uint16 for bfloat16"));
         }

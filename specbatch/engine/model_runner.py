@@ -55,7 +55,7 @@ class ModelRunner:
         """
         packed = self.model.packed
         if packed is not None:
-            return packed.logits(packed.hidden(input_ids, metadata), logits_indices)
+            return packed.logits(packed.hidden(input_ids, metadata, logits_indices), logits_indices)
         output = self._run(self._module, input_ids, metadata, logits_to_keep=logits_indices)
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -70,16 +70,15 @@ class ModelRunner:
         """As `forward`, but returns int32 [L]: what `argmax_finite` says of the first `vocab` logits."""
         packed = self.model.packed
         assert packed is not None
-        return packed.greedy(packed.hidden(input_ids, metadata), logits_indices, vocab)
+        return packed.greedy(packed.hidden(input_ids, metadata, logits_indices), logits_indices, vocab)
 
     @torch.inference_mode()
-    def forward_hidden(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Run packed tokens [T] for their KV alone; returns the last hidden states [T, hidden], without logits."""
+    def forward_hidden(self, input_ids: Tensor, metadata: AttentionMetadata) -> None:
+        """Run packed tokens [T] for their KV alone."""
         if self.model.packed is not None:
-            return self.model.packed.hidden(input_ids, metadata)
-        output = self._run(self._module.base_model, input_ids, metadata)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+            self.model.packed.hidden(input_ids, metadata, torch.empty(0, dtype=torch.int32))
+        else:
+            self._run(self._module.base_model, input_ids, metadata)
 
     @property
     def _module(self) -> Any:

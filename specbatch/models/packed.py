@@ -141,8 +141,11 @@ class PackedDecoder:
         """What multiplies, for people."""
         return f"packed weights, {self._decoder.kernel}, {self._decoder.threads} threads"
 
-    def hidden(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Run packed tokens [T]; keys and values go to the pages. Returns float32 [T, hidden], before the final norm."""
+    def hidden(self, input_ids: Tensor, metadata: AttentionMetadata, wanted: Tensor | None = None) -> Tensor:
+        """Run packed tokens [T]; keys and values go to the pages. Returns float32 [T, hidden], before the final norm.
+
+        `wanted` [L]: only these tokens' rows are asked for, others may hold anything; None: all.
+        """
         hidden = torch.nn.functional.embedding(input_ids, self._embedding).float()
         tree = metadata.tree_ancestors
         rows = metadata.num_rows
@@ -157,6 +160,7 @@ class PackedDecoder:
             seq_lens=metadata.seq_lens[:rows].numpy(),
             block_tables=metadata.block_tables[:rows].numpy(),
             tree_ancestors=None if tree is None else tree.numpy(),
+            wanted=None if wanted is None else np.unique(wanted.int().numpy()),
         )
         return hidden
 

@@ -265,6 +265,17 @@ impl<'a, E: Stored> Prepared<'a, E> {
         self.tasks.is_empty()
     }
 
+    /// The tasks that these tokens need, which rise.
+    #[must_use]
+    pub(crate) fn of_tokens(&self, wanted: &[i32]) -> Vec<usize> {
+        let needed = |piece: &Piece| {
+            let end = (piece.start + self.tasks.tile as u32).min(self.rows.query_start[piece.row as usize + 1] as u32);
+            let next = wanted.partition_point(|&token| (token as u32) < piece.start);
+            wanted.get(next).is_some_and(|&token| (token as u32) < end)
+        };
+        (0..self.len()).filter(|&i| needed(&self.tasks.list[i])).collect()
+    }
+
     /// Run task `i`. `out` is whole when each of `0..len()` has been run, on any threads in any order. The output of a
     /// query depends neither on the order nor on which other queries the step holds. The state of AMX tiles is lost.
     ///

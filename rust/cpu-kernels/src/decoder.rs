@@ -211,9 +211,29 @@ impl Decoder {
         hidden: &mut [f32],
         step: &mut Step<'_, E>,
     ) -> Result<(), String> {
+        self.forward_for(team, hidden, step, None)
+    }
+
+    /// As `forward`, but of `hidden` only the `wanted` tokens' rows (rising) are asked for: the others may hold anything then.
+    ///
+    /// # Errors
+    /// As `forward`.
+    pub fn forward_for<E: Stored>(
+        &mut self,
+        team: &Team,
+        hidden: &mut [f32],
+        step: &mut Step<'_, E>,
+        wanted: Option<&[i32]>,
+    ) -> Result<(), String> {
         let shape = self.shape.clone();
         let tokens = step.slots.len();
         self.check(hidden, step)?;
+        let in_order = wanted.is_none_or(|w| {
+            w.windows(2).all(|w| w[0] < w[1])
+                && w.first().is_none_or(|&t| t >= 0)
+                && w.last().is_none_or(|&t| (t as usize) < tokens)
+        });
+        need(in_order, || format!("wanted tokens must rise within the {tokens} of the step"))?;
         self.tasks.refill(step.rows.query_start, shape.heads, shape.kv_heads, team.size())?;
         let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let all = width + 2 * kv_width;
@@ -227,7 +247,7 @@ impl Decoder {
         let widest = shape.hidden.max(width).max(shape.intermediate);
         let size = decoder_blocks::block_size(self.kernel, tokens, team.size(), widest);
         if let Some(size) = size {
-            return self.forward_blocks(team, hidden, step, size);
+            return self.forward_blocks(team, hidden, step, size, wanted);
         }
         let rotary = Rotary { angles: &self.angles, positions: step.positions };
         let kernel = self.kernel;

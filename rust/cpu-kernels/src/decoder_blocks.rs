@@ -62,13 +62,14 @@ struct Block {
 }
 
 impl Decoder {
-    /// All layers, in blocks of `size` tokens. Everything has been checked and made to fit (`Decoder::forward`).
+    /// All layers, in blocks of `size` tokens; the last one's attention and what follows it for the `wanted` only. Everything has been checked and made to fit (`Decoder::forward`).
     pub(crate) fn forward_blocks<E: Stored>(
         &mut self,
         team: &Team,
         hidden: &mut [f32],
         step: &mut Step<'_, E>,
         size: usize,
+        wanted: Option<&[i32]>,
     ) -> Result<(), String> {
         let tokens = step.slots.len();
         let shared = Shared {
@@ -106,9 +107,20 @@ impl Decoder {
             // SAFETY: the buffer holds all tokens' rows.
             let prepared =
                 if rounded { unsafe { prepared.rounded(shared.attended, layer.output.k_padded) } } else { prepared };
+            let few = wanted.filter(|wanted| rounded && at + 1 == self.layers.len() && wanted.len() * 2 < tokens);
+            let needed = few.map(|wanted| prepared.of_tokens(wanted));
             // SAFETY: `run` gives each task once and returns when all have ended.
-            team.run(prepared.len(), &|task| unsafe { prepared.run(task) });
+            match &needed {
+                None => team.run(prepared.len(), &|task| unsafe { prepared.run(task) }),
+                Some(needed) => team.run(needed.len(), &|i| unsafe { prepared.run(needed[i]) }),
+            }
             lap(1);
+            if let Some(wanted) = few {
+                // SAFETY: `wanted` rise within the tokens.
+                unsafe { self.after_attention_of(layer, wanted, &shared) };
+                lap(0);
+                break;
+            }
             let (this, step) = (&*self, &*step);
             team.run(blocks, &|index| unsafe {
                 this.after_attention(layer, block(index), &shared, rounded);
@@ -150,6 +162,30 @@ impl Decoder {
                 Product { weight: &layer.qkv, input, rows, output }.run_here(self.kernel);
                 let qkv = std::slice::from_raw_parts(qkv, rows * all);
                 heads.rotate_here(qkv, first, shared.query, step.slots, shared.storage, pages);
+            }
+        }
+    }
+
+    /// As `after_attention`, of some tokens, which rise: as if they were the first.
+    unsafe fn after_attention_of<E: Stored>(&self, layer: &Layer, wanted: &[i32], shared: &Shared<E>) {
+        let (size, stride) = (self.shape.hidden, layer.output.k_padded);
+        let mut some = vec![0.0f32; wanted.len() * size];
+        let end = wanted.len();
+        // SAFETY: a token's place is at or behind the one that its numbers are moved to.
+        unsafe {
+            for (i, (&token, row)) in wanted.iter().zip(some.chunks_exact_mut(size)).enumerate() {
+                let token = token as usize;
+                row.copy_from_slice(std::slice::from_raw_parts(shared.hidden.add(token * size), size));
+                std::ptr::copy(shared.attended.add(token * stride), shared.attended.add(i * stride), stride);
+            }
+            self.after_attention(
+                layer,
+                Block { first: 0, end },
+                &Shared { hidden: some.as_mut_ptr(), ..*shared },
+                true,
+            );
+            for (&token, row) in wanted.iter().zip(some.chunks_exact(size)) {
+                std::slice::from_raw_parts_mut(shared.hidden.add(token as usize * size), size).copy_from_slice(row);
             }
         }
     }

@@ -57,13 +57,15 @@ fn decoder(shape: &Shape, kernel: Kernel, random: &mut Random, biased: bool, nor
     decoder
 }
 
-/// Hidden states and pages after rows of these lengths went through, `most` tokens of each row in a step.
+/// Hidden states and pages after rows of these lengths went through, `most` tokens of each row in a step; `some`: hidden
+/// states of every 37th token of a step alone.
 fn run<E: Stored>(
     decoder: &mut Decoder,
     team: &Team,
     embedded: &[f32],
     lens: &[usize],
     most: usize,
+    some: bool,
 ) -> (Vec<f32>, Vec<f32>) {
     let shape = decoder.shape.clone();
     let pages_per_row = lens.iter().max().unwrap().div_ceil(BLOCK);
@@ -106,8 +108,12 @@ fn run<E: Stored>(
             positions: &[],
         };
         let mut step = Step { positions: &positions, slots: &slots, rows, storage: &mut storage, pages: &pages };
-        decoder.forward(team, &mut hidden, &mut step).expect("a step");
-        for (place, from) in places.iter().zip(hidden.chunks_exact(shape.hidden)) {
+        // Of a step of many tokens some rows only, on and off.
+        let all = 0..places.len() as i32;
+        let wanted: Vec<i32> = if some { all.filter(|t| t % 37 == 5).collect() } else { all.collect() };
+        decoder.forward_for(team, &mut hidden, &mut step, some.then_some(&wanted[..])).expect("a step");
+        let rows: Vec<_> = places.iter().zip(hidden.chunks_exact(shape.hidden)).collect();
+        for (place, from) in wanted.iter().map(|&t| rows[t as usize]) {
             out[place * shape.hidden..][..shape.hidden].copy_from_slice(from);
         }
     }
@@ -138,18 +144,22 @@ proptest! {
             let mut random = Random(seed | 1);
             let mut decoder = decoder(&shape, kernel, &mut random, kind == 1, kind == 2);
             let embedded = random.numbers(lens.iter().sum::<usize>() * shape.hidden, 1.0);
-            let results = [usize::MAX, 17].map(|most| {
-                let most = most.min(1000);
+            let results = [(1000, false), (17, false), (1000, true)].map(|(most, some)| {
                 if kernel.takes() == Number::Bf16 {
-                    run::<u16>(&mut decoder, &team, &embedded, &lens, most)
+                    run::<u16>(&mut decoder, &team, &embedded, &lens, most, some)
                 } else {
-                    run::<f32>(&mut decoder, &team, &embedded, &lens, most)
+                    run::<f32>(&mut decoder, &team, &embedded, &lens, most, some)
                 }
             });
             let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             prop_assert!(results[0].0.iter().all(|v| v.is_finite()));
             prop_assert!(bits(&results[0].0) == bits(&results[1].0), "{kernel:?}: hidden states");
             prop_assert!(bits(&results[0].1) == bits(&results[1].1), "{kernel:?}: pages");
+            prop_assert!(bits(&results[0].1) == bits(&results[2].1), "{kernel:?}: pages of steps that ask for some rows");
+            let rows = results[0].0.chunks_exact(shape.hidden).zip(results[2].0.chunks_exact(shape.hidden));
+            for (token, (all, some)) in rows.enumerate().filter(|(token, _)| token % 37 == 5) {
+                prop_assert!(bits(all) == bits(some), "{kernel:?}: token {token} alone");
+            }
         }
     }
 }
