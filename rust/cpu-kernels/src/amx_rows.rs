@@ -7,6 +7,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use crate::amx::{CONFIG, LINE_STRIDE};
+use crate::amx_best::Largest;
 use crate::attention_avx512::halves;
 use crate::epilogue::{Tile, finish};
 use crate::int8::dequantise;
@@ -82,7 +83,7 @@ pub(crate) unsafe fn rows_to<T: End>(product: &Product<'_>, end: &T) {
 /// Which group of panels comes next; asked one ahead of the work.
 pub(crate) type Next<'a> = &'a mut dyn FnMut() -> Option<usize>;
 
-/// All rows of the groups of panels that `next` gives.
+/// All rows of the groups of panels that `next` gives. The output is not `Ranges`, nor `Best` of int8 or with a bias.
 ///
 /// # Safety
 /// As `Product::run`; the process may use AMX.
@@ -94,6 +95,7 @@ pub(crate) unsafe fn rows(product: &Product<'_>, next: Next<'_>) {
             Rows::Bf16 { at, stride } => match (product.output, &product.weight.bias) {
                 (Output::Store { .. }, None) => run::<Half, _>(product, at.cast(), 2 * stride, next, &Store),
                 (Output::Add { .. }, None) => run::<Half, _>(product, at.cast(), 2 * stride, next, &Add),
+                (Output::Best { .. }, None) => run::<Half, _>(product, at.cast(), 2 * stride, next, &Largest),
                 (Output::GatedHalf { activation: Activation::Silu, .. }, None) => {
                     run::<Half, _>(product, at.cast(), 2 * stride, next, &Silu);
                 }
@@ -140,7 +142,9 @@ impl Ahead {
 pub(crate) trait End {
     /// Tiles that stand side by side and are handed over together: one or two.
     const TILES: usize;
-    /// Of `count` rows from the tile's `first` on; the tile has all its columns, the sums are `TILES` of [32, 32].
+    /// Whether tiles at the end, which lack columns, are given to it too.
+    const SOME_COLUMNS: bool = false;
+    /// Of `count` rows from the tile's `first` on; the sums are `TILES` of [32, 32].
     unsafe fn give(&self, product: &Product<'_>, tile: Tile, sums: *mut f32, first: usize, count: usize);
 }
 
@@ -323,7 +327,7 @@ unsafe fn give<T: End>(end: &T, product: &Product<'_>, tile: Tile, sums: *mut f3
     let count = count.min(tile.rows - first);
     // SAFETY: the caller's.
     unsafe {
-        if tile.columns == T::TILES * SIDE {
+        if T::SOME_COLUMNS || tile.columns == T::TILES * SIDE {
             end.give(product, tile, sums, first, count);
         } else {
             any(product, tile, sums, first, count);

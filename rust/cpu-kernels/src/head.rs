@@ -19,6 +19,8 @@ pub struct Head {
 
 /// Up to so many tokens the screen comes first: with more, hardly a group of columns is spared.
 const SCREENED: usize = 64;
+/// The same where the head itself is multiplied by AMX, at memory's speed.
+const SCREENED_AMX: usize = 16;
 
 impl Head {
     /// `weight` [vocabulary, hidden size] of what `kernel` multiplies, which need not be the layers' kernel.
@@ -116,7 +118,8 @@ impl Decoder {
         let mut best = vec![Best::NONE; groups * rows];
         let output = Output::Best { at: best.as_mut_ptr(), rows, limit };
         let product = Product { weight: &head.weight, input: head.input.rows(), rows, output };
-        let screen = head.screen.as_mut().filter(|_| rows <= SCREENED);
+        let most = if head.kernel == Kernel::Amx { SCREENED_AMX } else { SCREENED };
+        let screen = head.screen.as_mut().filter(|_| rows <= most);
         let groups = screen
             .and_then(|s| s.take(head.input.values(rows).chunks_exact(head.weight.k)).then(|| s.groups(team, limit)));
         // SAFETY: one result a group and row; the buffer was made to fit.

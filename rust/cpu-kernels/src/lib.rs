@@ -6,6 +6,8 @@ mod activations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx_best;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx_heads;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx_rows;

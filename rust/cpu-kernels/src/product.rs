@@ -192,7 +192,8 @@ pub struct Block {
 /// What should stay in the second cache.
 const CHUNK_BYTES: usize = 3 << 18;
 
-/// More rows than one tile has, up to as many as memory is slower than the products.
+/// More rows than one tile has, up to as many as memory is slower than the products; a bfloat16 head's also beyond, as long
+/// as they stay in the second cache.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 const STREAMED: std::ops::RangeInclusive<usize> = 17..=128;
 
@@ -248,8 +249,14 @@ impl Product<'_> {
     /// Whether it is reading the weights that takes the time, all rows staying in the caches.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     fn streams(&self, kernel: Kernel) -> bool {
-        let whole = !matches!(self.output, Output::Best { .. } | Output::Ranges(_)); // of a group of panels
-        whole && matches!(kernel, Kernel::Amx | Kernel::AmxInt8) && STREAMED.contains(&self.rows)
+        let row_bytes = self.weight.k_padded * kernel.takes().bytes();
+        let most = match self.output {
+            Output::Ranges(_) => 0,
+            Output::Best { .. } if kernel != Kernel::Amx || self.weight.bias.is_some() => 0,
+            Output::Best { .. } => (CHUNK_BYTES / row_bytes).max(*STREAMED.end()),
+            _ => *STREAMED.end(),
+        };
+        matches!(kernel, Kernel::Amx | Kernel::AmxInt8) && (*STREAMED.start()..=most).contains(&self.rows)
     }
 
     /// Compute it on the calling thread, with the same bits as `run`: for rows that stay in the second cache.

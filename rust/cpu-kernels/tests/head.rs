@@ -83,6 +83,39 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// The lowest column of the largest logit that `logits` gives, however many tokens there are; ties, NaN and columns past the limit included.
+    #[test]
+    fn the_best_are_those_of_the_logits(
+        tokens in 1usize..150, vocabulary in 1usize..300, hidden in 2usize..70, seed: u64, cut in 0usize..150, bad in prop::option::of(0usize..300)
+    ) {
+        let mut weight = numbers(seed, vocabulary * hidden);
+        for column in (3..vocabulary).step_by(3) {
+            weight.copy_within((column - 3) / 2 * hidden..((column - 3) / 2 + 1) * hidden, column * hidden);
+        }
+        if let Some(bad) = bad.filter(|b| *b < vocabulary) {
+            weight[bad * hidden] = f32::NAN;
+        }
+        let states = numbers(!seed, tokens * hidden);
+        let limit = vocabulary - cut.min(vocabulary - 1);
+        let indices: Vec<i32> = (0..tokens as i32).rev().collect();
+        for kernel in kernels() {
+            let mut decoder = decoder(hidden, &weight, kernel, false);
+            let mut logits = vec![0.0; tokens * vocabulary];
+            decoder.logits(&Team::new(2), &states, &indices, &mut logits).expect("tokens that are there");
+            let want: Vec<i32> = logits.chunks_exact(vocabulary).map(|row| {
+                let most = row[..limit].iter().fold(f32::NEG_INFINITY, |a, &b| if b > a || b.is_nan() { b } else { a });
+                row[..limit].iter().position(|&v| v == most).filter(|_| most.is_finite()).map_or(-1, |at| at as i32)
+            }).collect();
+            let nan = bad.is_some_and(|b| b < limit);
+            let got = best(&mut decoder, &states, tokens, limit);
+            prop_assert_eq!(&got, &if nan { vec![-1; tokens] } else { want }, "{:?}", kernel);
+        }
+    }
+}
+
 /// A token that is not finite has no best token, and its neighbours keep theirs.
 #[test]
 fn tokens_that_are_not_finite() {
