@@ -11,7 +11,7 @@ use crate::activations::Buffer;
 use crate::attention::{self, Options, Prepared, Rows as StepRows, Stored, Tasks};
 use crate::decoder_blocks;
 use crate::head::Head;
-use crate::packed::Packed;
+use crate::packed::{Number, Packed};
 use crate::pages::{Element, LayerPages};
 use crate::product::{Activation, Kernel, Output, Product};
 use crate::room::Room;
@@ -278,10 +278,16 @@ impl Decoder {
             let attention = &mut self.attention[..];
             let prepared =
                 Prepared::new(&self.tasks, query, shape.heads, step.storage, pages, rows, &options, attention)?;
+            let rounded = kernel.takes() == Number::Bf16 && prepared.rounds();
+            let to = if rounded { self.attended.halves() } else { std::ptr::null_mut() };
+            // SAFETY: the buffer holds all tokens' rows.
+            let prepared = if rounded { unsafe { prepared.rounded(to, layer.output.k_padded) } } else { prepared };
             // SAFETY: `run` gives each task once and returns when all have ended.
             team.run(prepared.len(), &|task| unsafe { prepared.run(task) });
             lap(3);
-            token_ops::convert(team, &self.attention, width, tokens, self.attended.sink());
+            if !rounded {
+                token_ops::convert(team, &self.attention, width, tokens, self.attended.sink());
+            }
             lap(4);
             let output = Output::Add { at: hidden.as_mut_ptr(), stride: shape.hidden };
             let product = Product { weight: &layer.output, input: self.attended.rows(), rows: tokens, output };
