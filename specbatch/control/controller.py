@@ -312,7 +312,7 @@ class Controller:
         price = known.evaluation_seconds / known.step_seconds if known.step_seconds else 0.0  # in steps
         least = 0 if self._evaluations <= EARLY else math.ceil(price / (CALM_SHARE if calm else BUSY_SHARE))
         wait = max(self._interval, min(least, 4 * MAX_INTERVAL)) if known.decode_steps else 2
-        self._next = min([step + wait, *ends])
+        self._next = min(ends) if ends else step + wait
         self._soonest = step + max(2, math.ceil(price / BUSY_SHARE / 2))
         running = max(observation.running, 1)
         self._low, self._high = running / 1.4, running * 1.4 + 1
