@@ -21,7 +21,7 @@ def test_hysteresis_wants_two_looks_and_a_dwell() -> None:
     assert not fresh.wants(28, arm, 0.10, limits)
     assert fresh.wants(32, arm, 0.10, limits)
     slow = ShardState((METHOD_NONE, 0), since=0, dwell=8)
-    wanted = [slow.wants(20 + 4 * i, arm, 0.02, limits) for i in range(6)]  # a small gain, but again and again
+    wanted = [slow.wants(20 + 4 * i, arm, 0.035, limits) for i in range(6)]  # a small gain, but again and again
     assert wanted == [False] * 5 + [True]
 
 

@@ -141,7 +141,7 @@ def test_the_engine_s_own_log_is_decided_again(tmp_path: Path) -> None:
     run, tokens = measure(engine, work, policy, 4)
     assert tokens == expected
     again = replay(json.loads(json.dumps(events)))
-    assert again.decisions > 5
+    assert again.decisions > 2
     assert again.same, str(again.differences[0])
     groups = [g for e in events[1:] for g in e["observation"]["row_groups"]]
     assert bool(groups) == (run.drafted > 0)  # what drafts brought each row reaches the policy

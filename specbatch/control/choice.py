@@ -18,7 +18,7 @@ class Limits:
 
     switch_gain: float = 0.05  # worth a switch when seen twice in a row
     switch_k_gain: float = 0.02  # the same between two k of one method, which costs nothing
-    steady_gain: float = 0.015  # worth a switch when seen `steady_times` in a row
+    steady_gain: float = 0.03  # worth a switch when seen `steady_times` in a row
     steady_k_gain: float = 0.007  # the same between two k of one method
     steady_times: int = 6
     tie: float = 0.01  # gain over AR below which a draft model is no better, when seen `steady_times` in a row
