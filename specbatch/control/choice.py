@@ -34,6 +34,7 @@ class Limits:
     horizon_steps: int = 1500  # how long what a probe teaches is taken to hold
 
 
+FIRST_RETRY = 64  # steps, doubled, before a mode that was tried may be tried again
 SURE = 2.0  # standard deviations of a large gain that need no second look
 
 
@@ -104,7 +105,7 @@ class ShardState:
         self.home, self.arm = self.arm, arm
         self.probe_goal, self.probe_ends = done + steps, step + steps + patience
         tries = self.tried[arm] = self.tried.get(arm, 0) + 1
-        self.retry[arm] = step + steps + min(32 << min(tries, 8), 4096)
+        self.retry[arm] = step + steps + min(FIRST_RETRY << min(tries, 8), 4096)
 
     def end_probe(self) -> None:
         if self.home is not None:

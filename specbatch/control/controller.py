@@ -71,6 +71,7 @@ PROBE_LOOK = 3  # steps between two looks at a probe
 NEAR = 0.2  # log of the ratio to the best mode, within which one is looked at each time
 WIDE = 8  # evaluations of which one looks at every mode
 LEAST_STEP, MOST_ASKED = 0.05, 0.9  # of the acceptance that is asked of a row's drafts
+LONGEST = 512  # steps between evaluations, however short they are
 EARLY = 4  # evaluations that come at the shortest interval whatever they take
 
 
@@ -311,7 +312,7 @@ class Controller:
         self._interval = min(self._interval * 2, MAX_INTERVAL) if calm else MIN_INTERVAL
         price = known.evaluation_seconds / known.step_seconds if known.step_seconds else 0.0  # in steps
         least = 0 if self._evaluations <= EARLY else math.ceil(price / (CALM_SHARE if calm else BUSY_SHARE))
-        wait = max(self._interval, min(least, 4 * MAX_INTERVAL)) if known.decode_steps else 2
+        wait = max(self._interval, min(least, LONGEST)) if known.decode_steps else 2
         self._next = min(ends) if ends else step + wait
         self._soonest = step + max(2, math.ceil(price / BUSY_SHARE / 2))
         running = max(observation.running, 1)
