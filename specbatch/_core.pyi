@@ -235,7 +235,7 @@ class Scheduler:
     def set_speculation(self, method: int, k: int, shard: int | None = None) -> None:
         """What rows do from the next step on; for one shard, or (None) for all and for shards to come.
 
-        Leaving METHOD_DRAFT gives that shard's draft pages back."""
+        Leaving METHOD_DRAFT gives that shard's draft pages back with the next step."""
     def set_shadow_ngram(self, k: int) -> None:
         """Score n-gram rounds of 1, 2 ... k drafts against what rows commit, in any mode (0: off)."""
     def set_score_fewer(self, on: bool) -> None:
@@ -244,7 +244,7 @@ class Scheduler:
         after a round that accepted all of its drafts, which counts as not offered."""
     def set_least_acceptance(self, least: float, usual: float = 0.0, weight: float = 0.0) -> None:
         """From which chance of being accepted a draft of METHOD_DRAFT pays, 0 <= least < 1 (0: no matter). A row whose own
-        drafts are accepted less often has fewer of them, or none for a while, and gives its draft pages back.
+        drafts are accepted less often rests from them for a while, and after a long rest gives its draft pages back.
 
         usual: that chance over all rows; weight: how many of a row's own drafts weigh as much (few where rows differ)."""
     def set_max_num_seqs(self, n: int) -> None:

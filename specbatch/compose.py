@@ -126,6 +126,7 @@ def cost_key(parts: EngineParts) -> dict[str, str]:
         "draft": _shape_key(plan.draft) if plan.draft else "",
         "rows": str(plan.max_num_seqs),
         "k": str(plan.max_speculative_tokens),
+        "length": str(plan.max_model_len),
         "block_size": str(plan.layout.block_size),
         "torch": torch.__version__,
         "transformers": version("transformers"),

@@ -15,7 +15,7 @@ fn contiguous(name: &str) -> PyErr {
     PyValueError::new_err(format!("{name} must be contiguous"))
 }
 
-/// Greedy drafts of one step: see `CpuDecoder` in the stub file for the arrays.
+/// Greedy drafts of one step: see `cpu_draft` in the stub file for the arrays.
 #[pyfunction]
 #[pyo3(signature = (decoder, *, embedding, limit, storage, pages, draft_input_ids, draft_positions, draft_slot_mapping,
     draft_query_start_loc, draft_seq_lens, draft_block_tables, num_draft_tokens, query_start_loc, input_ids))]
@@ -108,7 +108,11 @@ pub fn accept_drafts<'py>(
     let (start, wanted) = (slice(&query_start_loc, "query_start_loc")?, slice(&num_draft, "num_draft")?);
     let rows = wanted.len();
     let good = start.len() == rows + 1 && start.first().is_none_or(|&s| s >= 0) && start.is_sorted();
-    if !good || width == 0 || start.last().is_some_and(|&end| end as usize > best.len().min(ids.len())) {
+    if !good
+        || width == 0
+        || width > 1 << 16
+        || start.last().is_some_and(|&end| end as usize > best.len().min(ids.len()))
+    {
         let message = format!("{rows} rows in {} packed tokens of {}, width {width}", best.len(), ids.len());
         return Err(PyValueError::new_err(message));
     }

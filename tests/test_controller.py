@@ -229,3 +229,17 @@ def test_fixed_policy_decides_once() -> None:
     for method, k in ((METHOD_NONE, 2), (METHOD_DRAFT, 0), (7, 1)):
         with pytest.raises(ValueError, match=r"method|k must"):
             FixedPolicy(method, k)
+
+
+@pytest.mark.parametrize("methods", [(METHOD_DRAFT,), (METHOD_NGRAM,), (METHOD_NGRAM, METHOD_DRAFT)])
+def test_a_probe_outlives_rows_that_may_have_so_many_tokens(methods: tuple[int, ...]) -> None:
+    """Rows with room for few tokens come in while a mode of more drafts than that is tried out."""
+    tried = 0
+    for seed in range(3):
+        world, policy = World(64, 0.7, 0.4, limit=12.0, seed=seed), controller(*methods)
+        for _ in range(600):
+            world.run(policy, 1)
+            state = policy.states.get(0)
+            if world.limit > 2.0 and state is not None and state.home is not None:
+                world.limit, tried = 2.0, tried + 1
+    assert tried

@@ -258,6 +258,24 @@ def test_what_is_asked_of_rows_must_be_a_chance(arguments: tuple[float, ...], na
         core.set_least_acceptance(*arguments)
 
 
+def test_a_shard_that_leaves_draft_mode_between_two_calls_keeps_its_pages() -> None:
+    """Modes are set for all and then one by one; what counts is what they are when the next step begins."""
+    device = PagedDevice(model=Model(draft_skill=100), draft_block_size=4, num_pages=400)
+    device.core.set_speculation(NONE, 0)
+    device.core.set_speculation(DRAFT, 4, shard=0)
+    device.add([Request(i, p, max_tokens=100) for i, p in enumerate(prompts(3))])
+    for _ in range(12):
+        info = device.step()
+    held = info.draft_pages
+    device.core.set_speculation(NONE, 0)
+    device.core.set_speculation(DRAFT, 4, shard=0)
+    info = device.step()
+    assert info.kind == _core.STEP_DECODE
+    assert info.draft_pages >= held > 0
+    device.core.set_speculation(NONE, 0)
+    assert device.step().draft_pages == 0
+
+
 def test_methods_of_overlapping_shards_share_a_step_without_mixing() -> None:
     """A step has one method; the rows of the other shard run autoregressively in it."""
     device = PagedDevice(draft_block_size=4, num_pages=100, max_num_seqs=5)

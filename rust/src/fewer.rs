@@ -1,18 +1,18 @@
-//! Scores rounds of fewer drafts than a row really had: what came of four drafts tells what one, two and three would have
-//! brought, but for the token after a round that accepted all of its drafts. Knows nothing of who proposed them.
+//! Scores rounds of fewer drafts within a round that a row really had: what came of four drafts tells what one, two and
+//! three would have brought, but for the token after a round that accepted all of its drafts. Knows nothing of who
+//! proposed them.
 
 use crate::shadow::Round;
 
-/// A row's open rounds, one for each number of drafts below the one in force.
+/// What a real round weighs.
+pub const REAL: i64 = 1 << 16;
+
+/// How many rounds of fewer drafts a row's real ones held, by which they are weighed.
 #[derive(Clone, Debug, Default)]
 pub struct FewerDrafts {
-    /// By drafts a round, less one: drafts accepted so far. All of them: the round's last token is to come.
-    accepted: Vec<u8>,
-    /// Rounds that ended, and real ones so far.
+    /// By drafts a round, less one.
     rounds: Vec<u32>,
     real: u32,
-    /// Committed tokens of the row when it was last seen; others have come where they are more.
-    seen: usize,
 }
 
 /// What a real round says of one committed token.
@@ -26,49 +26,31 @@ enum Token {
     Unknown,
 }
 
-/// What a real round weighs.
-pub const REAL: i64 = 1 << 16;
-
 impl FewerDrafts {
-    /// Takes a real round of at most `k` drafts that began after `before` committed tokens. A round of fewer drafts that it
-    /// ends goes to `ended` with its number of drafts and its weight: all rounds of a row together weigh as much as its
-    /// real ones, so that rows weigh the same, as they do in a step, though one that accepts much has more rounds.
+    /// Takes a real round of at most `k` drafts. Each round of fewer drafts in it goes to `found` with its number of drafts
+    /// and its weight: all rounds of a row together weigh as much as its real ones, so that rows weigh the same, as they do
+    /// in a step, though one that accepts much has more rounds.
     #[inline]
-    pub fn observe(&mut self, before: usize, round: Round, k: usize, mut ended: impl FnMut(usize, Round, i64)) {
-        if self.seen != before || self.accepted.len() + 1 != k {
-            if self.accepted.len() + 1 != k {
-                self.rounds.clear();
-                self.rounds.resize(k.saturating_sub(1), 0);
-                self.real = 0;
-            }
-            self.accepted.clear();
-            self.accepted.resize(k.saturating_sub(1), 0);
+    pub fn observe(&mut self, round: Round, k: usize, mut found: impl FnMut(usize, Round, i64)) {
+        if self.rounds.len() + 1 != k {
+            self.rounds.clear();
+            self.rounds.resize(k.saturating_sub(1), 0);
+            self.real = 0;
         }
         self.real += 1;
-        self.seen = before + round.committed;
-        for ((fewer, open), rounds) in (1..).zip(&mut self.accepted).zip(&mut self.rounds) {
-            walk(*open, round, fewer, |_| *rounds += 1);
+        for (fewer, rounds) in (1..).zip(&mut self.rounds) {
+            walk(round, fewer, |_| *rounds += 1);
             let weight = REAL * i64::from(self.real) / i64::from((*rounds).max(1));
-            *open = walk(*open, round, fewer, |round| ended(fewer, round, weight));
-        }
-    }
-
-    /// Ends the open rounds of a row that ends: positions they never reached were not offered.
-    pub fn close(&mut self, mut ended: impl FnMut(usize, Round, i64)) {
-        for (fewer, open) in (1..).zip(&mut self.accepted) {
-            let accepted = usize::from(std::mem::take(open));
-            if accepted > 0 {
-                ended(fewer, Round { proposed: accepted, accepted, committed: accepted }, REAL);
-            }
+            walk(round, fewer, |round| found(fewer, round, weight));
         }
     }
 }
 
-/// Rounds of `fewer` drafts over the tokens of a real round, from one of which `open` drafts are accepted; returns what is
-/// accepted of the last one.
+/// Rounds of `fewer` drafts over the tokens of a real round. Its last token was not proposed, so the last round ends with it;
+/// only where the row ended inside what was accepted is one cut off, and then the next position counts as not offered.
 #[inline]
-fn walk(open: u8, round: Round, fewer: usize, mut ended: impl FnMut(Round)) -> u8 {
-    let mut accepted = usize::from(open);
+fn walk(round: Round, fewer: usize, mut found: impl FnMut(Round)) {
+    let mut accepted = 0;
     for at in 0..round.committed {
         let token = if at < round.accepted {
             Token::Hit
@@ -82,14 +64,16 @@ fn walk(open: u8, round: Round, fewer: usize, mut ended: impl FnMut(Round)) -> u
             continue;
         }
         if accepted == fewer || token == Token::Miss {
-            ended(Round { proposed: fewer, accepted, committed: accepted + 1 });
+            found(Round { proposed: fewer, accepted, committed: accepted + 1 });
         } else if accepted > 0 {
             // Nobody knows what the next draft would have been: it counts as not offered.
-            ended(Round { proposed: accepted, accepted, committed: accepted });
+            found(Round { proposed: accepted, accepted, committed: accepted });
         }
         accepted = 0;
     }
-    accepted as u8
+    if accepted > 0 {
+        found(Round { proposed: accepted, accepted, committed: accepted });
+    }
 }
 
 #[cfg(test)]
@@ -112,12 +96,10 @@ mod tests {
     }
 
     fn scored(rounds: &[Round], k: usize) -> Vec<Vec<Round>> {
-        let (mut scorer, mut found, mut at) = (FewerDrafts::default(), vec![Vec::new(); k - 1], 5);
+        let (mut scorer, mut found) = (FewerDrafts::default(), vec![Vec::new(); k - 1]);
         for &round in rounds {
-            scorer.observe(at, round, k, |fewer, round, _| found[fewer - 1].push(round));
-            at += round.committed;
+            scorer.observe(round, k, |fewer, round, _| found[fewer - 1].push(round));
         }
-        scorer.close(|fewer, round, _| found[fewer - 1].push(round));
         found
     }
 
@@ -151,22 +133,19 @@ mod tests {
         // Of one draft: hit and hit, hit and unknown, hit and miss as the token that follows.
         let one = Round { proposed: 1, accepted: 1, committed: 2 };
         assert_eq!(found[0], [one; 3]);
-        // Of two: two hits and one; then one hit and nobody knows; then a hit and a miss.
+        // Of two: two hits and one; then a hit and a miss.
         let wanted =
             [Round { proposed: 2, accepted: 2, committed: 3 }, Round { proposed: 2, accepted: 1, committed: 2 }];
         assert_eq!(found[1], wanted);
     }
 
     #[test]
-    fn tokens_that_came_otherwise_end_all_rounds() {
-        let mut scorer = FewerDrafts::default();
-        let mut found = Vec::new();
-        let half = Round { proposed: 1, accepted: 1, committed: 1 };
-        scorer.observe(10, half, 3, |fewer, round, _| found.push((fewer, round)));
-        let miss = Round { proposed: 3, accepted: 0, committed: 1 };
-        scorer.observe(12, miss, 3, |fewer, round, _| found.push((fewer, round)));
-        let nothing = |fewer| (fewer, Round { proposed: fewer, accepted: 0, committed: 1 });
-        assert_eq!(found, [nothing(1), nothing(2)]);
+    fn a_row_that_ends_inside_a_round_was_not_offered_what_it_never_reached() {
+        let found = scored(&[Round { proposed: 4, accepted: 3, committed: 3 }], 4);
+        let cut = |accepted| Round { proposed: accepted, accepted, committed: accepted };
+        assert_eq!(found[0], [Round { proposed: 1, accepted: 1, committed: 2 }, cut(1)]);
+        assert_eq!(found[1], [Round { proposed: 2, accepted: 2, committed: 3 }]);
+        assert_eq!(found[2], [cut(3)]);
     }
 
     /// A row that accepts everything has more rounds of fewer drafts than one that accepts nothing, and weighs the same.
@@ -175,8 +154,8 @@ mod tests {
         for accepted in [0, 2, 5, 6] {
             let (mut scorer, mut weights) = (FewerDrafts::default(), [0; 5]);
             let round = Round { proposed: 6, accepted, committed: accepted + 1 };
-            for step in 0..200 {
-                scorer.observe(step * round.committed, round, 6, |fewer, _, weight| weights[fewer - 1] += weight);
+            for _ in 0..200 {
+                scorer.observe(round, 6, |fewer, _, weight| weights[fewer - 1] += weight);
             }
             assert!(weights.iter().all(|w| (190..=210).contains(&(w / REAL))), "{accepted} accepted: {weights:?}");
         }

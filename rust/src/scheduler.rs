@@ -44,6 +44,8 @@ pub struct Scheduler {
     shadow_k: usize,
     /// Rounds of fewer drafts than in force are scored too.
     score_fewer: bool,
+    /// Modes were set, and draft pages are not yet given back for it.
+    modes_changed: bool,
     /// What is asked of a row's own drafts.
     asked: Asked,
     token_bytes: Option<TokenBytes>,
@@ -80,6 +82,7 @@ impl Scheduler {
             shards: ShardTable::default(),
             shadow_k: 0,
             score_fewer: false,
+            modes_changed: false,
             asked: Asked::default(),
             token_bytes: None,
             plan: StepPlan::default(),
@@ -113,6 +116,7 @@ impl Scheduler {
         let capacity = arrays.capacity();
         capacity.check(&self.config, self.max_num_seqs)?;
         self.check_result(step_id, result)?;
+        self.settle_modes();
         self.apply(result);
         self.schedule(&capacity);
         self.last_step_id += 1;
@@ -199,13 +203,22 @@ impl Scheduler {
         let has_draft_tenant = self.config.draft_block_size > 0;
         let speculation = Speculation::new(method, k, self.config.max_speculative_tokens, has_draft_tenant)?;
         self.shards.set(shard, speculation);
+        self.modes_changed = true;
+        Ok(())
+    }
+
+    /// Gives back draft pages of rows whose shard has left draft mode. Once the modes are what they are to be: they are set
+    /// for all and then one by one, and a shard that leaves draft mode only between two of those calls keeps its pages.
+    fn settle_modes(&mut self) {
+        if !std::mem::take(&mut self.modes_changed) {
+            return;
+        }
         for i in 0..self.running.len() {
             let handle = self.running[i];
             if self.shards.get(self.rows[handle].shard).method != Method::Draft {
                 self.release_draft(handle);
             }
         }
-        Ok(())
     }
 
     /// Scores n-gram rounds of 1, 2 ... `k` drafts against what rows commit, in any mode; 0: off.

@@ -125,7 +125,7 @@ pub struct Sequence {
     pub ngram: Option<Box<NgramIndex>>,
     /// Open round of the shadow scorer.
     pub shadow: Option<Box<Shadow>>,
-    /// Open rounds of fewer drafts than in force.
+    /// Rounds of fewer drafts than in force, counted.
     pub fewer: Option<Box<FewerDrafts>>,
     /// Pages from the front that were offered to the prefix cache.
     pub num_published: usize,

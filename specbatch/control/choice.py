@@ -34,7 +34,7 @@ class Limits:
     horizon_steps: int = 1500  # how long what a probe teaches is taken to hold
 
 
-FIRST_RETRY = 64  # steps, doubled, before a mode that was tried may be tried again
+FIRST_RETRY = 32  # steps, doubled, before a mode that was tried may be tried again
 SURE = 2.0  # standard deviations of a large gain that need no second look
 
 

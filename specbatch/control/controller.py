@@ -8,7 +8,7 @@ The engine loop:
     if policy.due(step, running, waiting):                 # every step, under a microsecond
         decision = policy.decide(Observation(..., steps=timer.drain(), acceptance=...))
         if decision.changed:
-            ...                                            # set_speculation, set_shadow_ngram, set_max_num_seqs
+            ...                                            # set_speculation, set_shadow_ngram, set_score_fewer ...
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ NEAR = 0.2  # log of the ratio to the best mode, within which one is looked at e
 WIDE = 8  # evaluations of which one looks at every mode
 LEAST_STEP, MOST_ASKED = 0.05, 0.9  # of the acceptance that is asked of a row's drafts
 LONGEST = 512  # steps between evaluations, however short they are
+LOG_FORMAT = 2
 EARLY = 4  # evaluations that come at the shortest interval whatever they take
 
 
@@ -111,6 +112,7 @@ class Controller:
         """The first line of the log: all that a replay needs besides the observations."""
         return {
             "event": "start",
+            "format": LOG_FORMAT,
             "options": self.options.to_json(),
             "cost": self.known.cost.to_json(),
             "prior": self._prior,
@@ -167,7 +169,7 @@ class Controller:
         if state.home is not None and done < state.probe_goal and step < state.probe_ends:
             self._settled = False
             return self._answer(shard, state, before, f"probing {name(state.arm)}", {})
-        usable = {*arms(self.options.methods, self.options.ks, self.options.allow_ar, now.limit), state.base}
+        usable = {*arms(self.options.methods, self.options.ks, self.options.allow_ar, now.limit), state.base, state.arm}
         if not fresh and not self._wide and same_size:
             usable &= {AR, state.base, state.arm, *state.contenders}
         else:
@@ -209,15 +211,16 @@ class Controller:
             if self.options.can_probe_draft:
                 self.prober.consider_pass(shard, rows_of(shard, now), state, step, now, scorer, scores)
             reason = self._consider_probe(shard, state, step, now, scorer, scores) or self._words(incumbent, scores)
-        if state.base[0] == METHOD_DRAFT and shard == max(self.states, key=lambda s: s):
-            self._ask(scorer.least_acceptance(scores[state.base]))
+        if shard == max(self.states):
+            drafting = state.arm[0] == state.base[0] == METHOD_DRAFT
+            self._ask(scorer.least_acceptance(scores[state.base]) if drafting else 0.0)
         return self._answer(shard, state, before, reason, scores)
 
     def _ask(self, least: float) -> None:
         """What a row's own drafts must bring. In steps, since every change of it is a change of the decision."""
         mix = self.known.mix.get(METHOD_DRAFT)
         usual, weight = mix.spread() if mix is not None else (0.0, 0.0)
-        if not usual:
+        if not usual or not least:
             self._asked = 0.0, 0.0, 0.0
             return
         least = min(round(least / LEAST_STEP) * LEAST_STEP, MOST_ASKED)
@@ -272,7 +275,7 @@ class Controller:
 
     def _compose(self, observation: Observation, now: Situation, shards: tuple[ShardDecision, ...]) -> Decision:
         if shards:
-            newest = max(self.states, key=lambda s: s)
+            newest = max(self.states)
             self._default = self.states[newest].base
         probe_rows = self.prober.wanted_rows
         key = (
@@ -300,7 +303,7 @@ class Controller:
         )
 
     def _schedule(self, observation: Observation) -> None:
-        """When to look again: soon while young or near a change, else ever less often; at once if the batch shrinks."""
+        """When to look again: soon while young or near a change, else ever less often; sooner if the batch shrinks."""
         step, known = observation.step, self.known
         ends = [  # of probes; steps of other kinds may come between
             step + max(s.probe_goal - known.arm_steps.get(s.arm, 0), PROBE_LOOK)

@@ -164,7 +164,9 @@ class GridCost:
     target_surface: Surface
     draft_surface: Surface | None = None
     source: str = "profile"
-    host_seconds: tuple[tuple[float, float], ...] = ()  # (rows, seconds beside the passes) at fewest and at most rows
+    host_seconds: tuple[
+        tuple[float, float], ...
+    ] = ()  # (rows, seconds beside the passes) at the fewest and the most rows known
 
     def target(self, rows: float, tokens: float, context: float) -> float:
         return self.target_surface(rows, tokens, context)
@@ -195,7 +197,7 @@ def cost_from_json(data: Mapping[str, Any]) -> AffineCost | GridCost:
     if data["kind"] == "affine":
         return AffineCost(Affine(**data["target"]), Affine(**draft) if draft is not None else None, data["source"])
     if data["kind"] == "grid":
-        host = tuple((float(rows), float(seconds)) for rows, seconds in data["host"])
+        host = tuple((float(rows), float(seconds)) for rows, seconds in data.get("host", ()))
         return GridCost(
             Surface(**data["target"]), Surface(**draft) if draft is not None else None, data["source"], host
         )

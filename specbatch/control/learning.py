@@ -27,7 +27,7 @@ from specbatch.control.situation import Gauges, OutputLengths
 
 MEMORY_STEPS = 24.0  # decode steps after which acceptance counts weigh half
 MEMORY_ROUNDS = 256.0  # but never fewer rounds than this
-COVERAGE_STEPS = 512.0  # without drafts, in which what was learned of the room for them halves
+COVERAGE_STEPS = 64.0  # without drafts, in which what was learned of the share that drafts halves
 ROW_ALIKE = 0.3  # correlation of rounds of one row: many rounds of few rows say less than the same rounds of many
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbatch.control.controller import Controller, ControllerOptions
+from specbatch.control.controller import LOG_FORMAT, Controller, ControllerOptions
 from specbatch.control.cost_model import cost_from_json
 from specbatch.control.records import Decision, Observation, Policy
 
@@ -91,6 +91,10 @@ def replay(events: Iterable[dict[str, Any]]) -> Replay:
     differences: list[Difference] = []
     for event in events:
         if event["event"] == "start":
+            if event.get("format", 1) != LOG_FORMAT:
+                raise ValueError(
+                    f"a log of format {event.get('format', 1)}; decisions of format {LOG_FORMAT} can be made again"
+                )
             policy = Controller(
                 ControllerOptions.from_json(event["options"]), cost_from_json(event["cost"]), prior=event["prior"]
             )

@@ -22,6 +22,7 @@ EDGES = (0.15, 0.4, 0.8, 1.5)  # accepted drafts a round that separate the group
 LEAST_DRAFTED = 8
 LEAST_ROWS = 6.0
 LIGHTEST, HEAVIEST = 2.0, 1024.0  # what all rows are like, in drafts of one row
+MOST_ENDED = 4096  # batches of rows that ended, kept until they are asked for
 FINISHED_MEMORY = 4.0  # rows finished are remembered for this many batches
 
 
@@ -69,8 +70,11 @@ class RowTally:
         """Rows that ended: their counts are kept for `finished_groups`, the handles are free again."""
         self._settle()
         handles = self._known(handles)
-        self._ended.append(self._counts[:, handles])
-        self._counts[:, handles] = 0
+        if self._counts[:, handles].any():  # rows that never drafted say nothing
+            self._ended.append(self._counts[:, handles])
+            self._counts[:, handles] = 0
+        if len(self._ended) > MOST_ENDED:  # nobody asks: a fixed policy
+            del self._ended[: MOST_ENDED // 2]
 
     def finished_groups(self) -> tuple[RowGroup, ...]:
         """As `groups`, of the rows that ended since the last call."""

@@ -115,8 +115,8 @@ class Scorer:
         return Score(arm, rows, own, seconds, rate, drafts, kinds, spread, share / committed, seen)
 
     def least_acceptance(self, score: Score) -> float:
-        """The chance of being accepted from which one more draft in the step pays: what it costs in seconds, at the rate at
-        which seconds bring tokens."""
+        """The chance of being accepted from which a row's drafts pay: what they add to a step that others draft in, in seconds,
+        at the rate at which seconds bring tokens."""
         share, lead, parts = score.kinds[0]
         drafts = score.drafts
         if share <= 0.0 or drafts <= 0.0:

@@ -20,6 +20,9 @@ from specbatch.sampling_params import SamplingParams
 PROMPT, TOKENS = 8, 12  # of the made-up rows
 LONG = 0.02  # seconds of a step, above which the host is too small a part of it to be worth a job
 WARM = 2  # steps that do not count: what is made on first use
+LEAST = 5e-4  # seconds that it may be in any case
+JOBS = 3  # what else runs on the machine comes and goes
+MOST = 2.0  # times the target's pass: more is not the host
 
 Pass = Callable[[float, float, float], float]  # rows, tokens, context: seconds of the target
 
@@ -32,7 +35,11 @@ def host_seconds(parts: EngineParts, target: Pass) -> tuple[tuple[float, float],
     room = (parts.plan.num_pages - 1) // -(-(PROMPT + TOKENS) // parts.plan.layout.block_size)
     many = sorted({1, min(parts.plan.max_num_seqs, room)} - {0})
     short = [rows for rows in many if target(rows, rows, rows * (PROMPT + TOKENS)) <= LONG]
-    return tuple((float(rows), _beside(parts, target, rows)) for rows in short)
+    found = []
+    for rows in short:
+        beside = min(_beside(parts, target, rows) for _ in range(JOBS))
+        found.append((float(rows), min(beside, MOST * target(rows, rows, rows * (PROMPT + TOKENS)) + LEAST)))
+    return tuple(found)
 
 
 def _beside(parts: EngineParts, target: Pass, rows: int) -> float:

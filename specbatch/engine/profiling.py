@@ -42,7 +42,7 @@ class StepMeasure:
         """Seconds of one pass with logits (and, for the target, the choice of tokens) of all packed tokens."""
         runner, block_size, limit = self._model(kind)
         context = max(min(context, limit), tokens_per_row)
-        if kind == "draft" and tokens_per_row == 1 and runner.model.packed is not None:
+        if kind == "draft" and tokens_per_row == 1 and runner.model.packed is not None and limit > PASSES:
             return self._draft_passes(runner, block_size, rows, min(context, limit - PASSES))
         ids, metadata = self._step(runner, block_size, rows, tokens_per_row, context)
         # A draft's first pass wants the logits of each row's last token only.

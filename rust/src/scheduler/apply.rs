@@ -138,7 +138,7 @@ impl Scheduler {
                 let k = self.shards.get(sequence.shard).k;
                 let tallies = self.shards.fewer(sequence.shard, self.config.max_speculative_tokens);
                 let fewer = sequence.fewer.get_or_insert_default();
-                fewer.observe(before, round, k, |k, round, weight| tallies.weigh(k, round, weight));
+                fewer.observe(round, k, |k, round, weight| tallies.weigh(k, round, weight));
             }
         }
         if self.shadow_k > 0 {

@@ -55,7 +55,6 @@ impl Scheduler {
         if sequence.draft.resume_at > self.decode_steps {
             return 0;
         }
-        let k = if self.asked.least > 0.0 { sequence.draft.worth.clamp(k) } else { k };
         // The draft model reads the committed tokens and all but the last of its own drafts.
         k.min((self.config.draft_max_model_len + 1).saturating_sub(committed))
     }

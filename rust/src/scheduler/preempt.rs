@@ -82,7 +82,7 @@ impl Scheduler {
     pub(super) fn back_off(&mut self, handle: Handle) {
         let draft = &mut self.rows[handle].draft;
         let wait = (FIRST_BACK_OFF << draft.drops.min(16)).min(LONGEST_BACK_OFF);
-        draft.resume_at = self.decode_steps + wait;
+        draft.resume_at = draft.resume_at.max(self.decode_steps + wait);
         draft.drops += 1;
     }
 

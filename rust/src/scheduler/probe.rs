@@ -26,6 +26,7 @@ impl Scheduler {
         })?;
         let capacity = arrays.capacity();
         capacity.check(&self.config, self.max_num_seqs)?;
+        self.settle_modes();
         let candidates: Vec<Handle> = self.running.iter().copied().filter(|&handle| self.may_lend(handle)).collect();
         let mut budget = self.config.max_num_batched_tokens.min(capacity.tokens);
         let mut plan = StepPlan { kind: StepKind::DraftPrefill, method: Method::Draft, ..StepPlan::default() };

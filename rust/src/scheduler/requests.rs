@@ -125,10 +125,6 @@ impl Scheduler {
             let shadows = self.shards.shadows(sequence.shard, self.config.max_speculative_tokens);
             shadow.close(|k, round| shadows.record(k, round));
         }
-        if let Some(fewer) = &mut sequence.fewer {
-            let tallies = self.shards.fewer(sequence.shard, self.config.max_speculative_tokens);
-            fewer.close(|k, round, weight| tallies.weigh(k, round, weight));
-        }
         sequence.deactivate();
         self.finished.push(handle);
     }
