@@ -235,9 +235,9 @@ def test_fixed_policy_decides_once() -> None:
 def test_a_probe_outlives_rows_that_may_have_so_many_tokens(methods: tuple[int, ...]) -> None:
     """Rows with room for few tokens come in while a mode of more drafts than that is tried out."""
     tried = 0
-    for seed in range(3):
-        world, policy = World(64, 0.7, 0.4, limit=12.0, seed=seed), controller(*methods)
-        for _ in range(600):
+    for running, accept in itertools.product((4, 64), (0.5, 0.85)):
+        world, policy = World(running, accept, 0.4, limit=12.0), controller(*methods)
+        for _ in range(400):
             world.run(policy, 1)
             state = policy.states.get(0)
             if world.limit > 2.0 and state is not None and state.home is not None:
