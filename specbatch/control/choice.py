@@ -18,6 +18,7 @@ class Limits:
 
     switch_gain: float = 0.05  # worth a switch when seen twice in a row
     switch_k_gain: float = 0.02  # the same between two k of one method, which costs nothing
+    clear_k_gain: float = 0.06  # worth it at once, where it is more than a standard deviation
     steady_gain: float = 0.03  # worth a switch when seen `steady_times` in a row
     steady_k_gain: float = 0.007  # the same between two k of one method
     steady_times: int = 6
@@ -77,6 +78,8 @@ class ShardState:
         cheap = METHOD_DRAFT not in (arm[0], self.arm[0])  # no KV to fill on the way there or back
         if cheap and gain >= max(math.log1p(limits.large_gain), SURE * sd):
             return True
+        if arm[0] == self.arm[0] and gain >= max(math.log1p(limits.clear_k_gain), sd):
+            return True  # costs nothing, there and back
         dwell = self.dwell // 4 if gain >= math.log1p(limits.large_gain) else self.dwell
         if step - self.since < dwell:
             return False
