@@ -17,7 +17,7 @@ Kind = Literal["target", "draft"]
 Progress = Callable[[str], None]
 
 REPEATS = 3
-ROUNDS = 6  # over all points once more, at most, until the best times of all are found
+ROUNDS = 4  # over all points once more, at most, until the best times of all are found
 FOUND = 0.02  # a round that brings no time down by more ends it
 SMOOTH = 0.15  # neighbours closer than this (relative) need no point between them
 

@@ -21,7 +21,7 @@ PROMPT, TOKENS = 8, 12  # of the made-up rows
 LONG = 0.02  # seconds of a step, above which the host is too small a part of it to be worth a job
 WARM = 2  # steps that do not count: what is made on first use
 LEAST = 5e-4  # seconds that it may be in any case
-JOBS = 3  # what else runs on the machine comes and goes
+JOBS = 2  # what else runs on the machine comes and goes
 MOST = 2.0  # times the target's pass: more is not the host
 
 Pass = Callable[[float, float, float], float]  # rows, tokens, context: seconds of the target
