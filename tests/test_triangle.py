@@ -6,6 +6,7 @@ Times are this process's own processor time, on one thread, so that neighbours o
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from specbatch.bench import Run, measure
 from specbatch.compose import controller_options, step_costs
+from specbatch.control import controller
 from specbatch.control.controller import Controller
 from specbatch.control.fixed import FixedPolicy
 from specbatch.control.records import METHOD_DRAFT, METHOD_NONE, Policy
@@ -132,8 +134,10 @@ def test_the_tail_of_200_long_tailed_rows(own_clock: None, tmp_path: Path) -> No
     engine.close()
 
 
-def test_the_engine_s_own_log_is_decided_again(tmp_path: Path) -> None:
+def test_the_engine_s_own_log_is_decided_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small one of the above, whatever the times: tokens as in AR, and the replay of a real log is exact."""
+    monkeypatch.setattr(controller, "BUSY_SHARE", math.inf)  # looks are not spared here, however short the run
+    monkeypatch.setattr(controller, "CALM_SHARE", math.inf)
     engine, options = make_engine(4, profile=False)
     work, events = long_tailed(8), []
     expected = measure(engine, work, FixedPolicy(METHOD_NONE, 0), 4)[1]
@@ -141,8 +145,10 @@ def test_the_engine_s_own_log_is_decided_again(tmp_path: Path) -> None:
     run, tokens = measure(engine, work, policy, 4)
     assert tokens == expected
     again = replay(json.loads(json.dumps(events)))
-    assert again.decisions > 2
+    assert again.decisions > 5
     assert again.same, str(again.differences[0])
     groups = [g for e in events[1:] for g in e["observation"]["row_groups"]]
-    assert bool(groups) == (run.drafted > 0)  # what drafts brought each row reaches the policy
+    assert not groups or run.drafted > 0
+    if run.drafted > 100:  # fewer may all be of the last steps
+        assert groups  # what drafts brought each row reaches the policy
     engine.close()
