@@ -246,7 +246,7 @@ impl Scheduler {
 
     /// From which chance of being accepted a draft of a draft model pays (`least`, 0: no matter), that chance over all rows
     /// (`usual`) and the number of a row's own drafts that weigh as much (`weight`). A row whose drafts are accepted less
-    /// often has fewer of them, or none for a while, and gives its draft pages back.
+    /// often rests from them for a while, and after a long rest gives its draft pages back.
     ///
     /// # Errors
     /// `Error::Argument` for chances outside 0..1 (`usual` may be 1) or a negative weight.
